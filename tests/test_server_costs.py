@@ -102,15 +102,17 @@ def test_a_stream_shows_life_while_its_model_loads_and_ends_with_its_client(path
         assert b"there" in answer.body
 
 
+@pytest.mark.parametrize("behind", [b"", b"GET /version HTTP/1.1\r\nhost: localhost\r\n\r\n"], ids=["alone", "pipelined"])
 @pytest.mark.parametrize("path", DOORS)
-def test_a_whole_answer_is_waited_for_no_longer_than_its_client_does(path: str) -> None:
+def test_a_whole_answer_is_waited_for_no_longer_than_its_client_does(path: str, behind: bytes) -> None:
+    """behind: what the client has sent besides, and waits for its turn."""
     models = SlowModels()
     context = context_of(models)
     with running(context.settings, context) as server:
         content = json.dumps(DOORS[path] | {"stream": False}).encode()
         head = f"POST {path} HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\ncontent-length: {len(content)}"
         with server.connect() as sock:
-            sock.sendall(head.encode() + b"\r\n\r\n" + content)
+            sock.sendall(head.encode() + b"\r\n\r\n" + content + behind)
             until(lambda: models.waiting == 1)
         until(lambda: models.waiting == 0)
 

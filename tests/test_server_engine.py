@@ -219,7 +219,7 @@ def test_what_is_refused_says_why_and_hurts_nobody(runner: asyncio.Runner, engin
         ]:
             with pytest.raises(ApiError) as caught:
                 await collect(engine.generate(prompt, params))
-            assert (caught.value.status, caught.value.code) == (status, code)
+            assert (caught.value.status, caught.value.code, caught.value.by_engine) == (status, code, True)
         with pytest.raises(ApiError):
             await engine.embed([10**7], "mean")
         with pytest.raises(ApiError, match="priorities"):

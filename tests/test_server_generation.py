@@ -4,9 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import dataclasses
+import json
 import math
+import random
+import shutil
 from collections.abc import AsyncIterator, Callable, Coroutine, Iterator, Sequence
 from contextlib import asynccontextmanager
+from pathlib import Path
 from typing import Any, cast
 
 import pytest
@@ -39,12 +43,17 @@ from nanovllm_cli.server.ports import (
     Timings,
     Usage,
 )
+from nanovllm_cli.server.reasoning_tokens import ReasoningTokens
 from nanovllm_cli.server.settings import ServeSettings
 from nanovllm_cli.text import tokenizer
-from nanovllm_cli.text.answer_format import AnswerFormat, answer_format
+from nanovllm_cli.text.answer_format import answer_format, model_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.detokenizer import Detokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.source import resolve
+from nanovllm_cli.weights.tokenizer import load_tokenizer
 
 TEMPLATE = (
     "{% for m in messages %}<{{ m.role }}>{{ m.content }}\n{% endfor %}{% if tools %}<tool_call>{{ tools | tojson }}"
@@ -236,28 +245,74 @@ def test_an_answer_is_taken_apart(run: Any) -> None:
     assert house.usage.cached_tokens == 5
 
 
-@pytest.mark.parametrize("joined", [1, 2, 3, 4, 7])
+@pytest.mark.parametrize("joined", [1, 2, 3, 4, 7, 50])
+@pytest.mark.parametrize(
+    ("text", "stop", "count"),
+    [
+        ("<think>so</think>yes", (), 2), ("<think>\nso 🎉\n</think>\n\nyes", (), len("so ") + 4), ("no", (), 0),
+        ("<think>ababab</think>ab", ("abc", "ba!"), 6), ("<think>so it ends", ("nds",), len("so it e")),
+    ],
+)  # fmt: skip
 def test_tokens_of_reasoning_are_counted_however_they_are_heard(
-    run: Any, joined: int, monkeypatch: pytest.MonkeyPatch
+    run: Any, text: str, stop: tuple[str, ...], count: int, joined: int
 ) -> None:
-    """One at a time, some together where the reader is slow, or all at once. The tags are none of them."""
+    """One at a time, some together where the reader is slow, or all at once; ahead of their text, where that may become a
+    character or a stop string. The tags are none of them. A token is a byte here."""
     house = House()
-    texts = ["<think>", "s", "!", "</think>", "y", "e", "s"]
-    tags = {"<think>": 1000, "</think>": 1001}
-    monkeypatch.setattr(AnswerFormat, "visible_ids", lambda _, calls: list(tags.values()))
-    ids = [tags[text] if text in tags else ord(text) for text in texts]
+    ids = byte_tokenizer().encode(text)
+    detokenizer = Detokenizer(byte_tokenizer(), stop=stop)
 
     async def usage() -> Usage:
         async with house.begun(asked()) as generation:
             events = aiter(generation)
-            for first in range(0, 7, joined):
-                last = first + joined >= 7
-                together = piece("".join(texts[first : first + joined]), ids[first : first + joined], "stop" if last else None)
-                house.engine.streams[0].feed(Output(1, [together], last, 0))
+            for first in range(0, len(ids), joined):
+                heard, is_last = ids[first : first + joined], first + joined >= len(ids)
+                written = detokenizer.push(heard) + (detokenizer.finish() if is_last else "")
+                together = piece(written, heard, "stop" if is_last else None, stop_reason=detokenizer.stopped)
+                house.engine.streams[0].feed(Output(1, [together], is_last, 0))
                 await anext(events)
             return generation.usage
 
-    assert run(usage()) == Usage(len("<user>hi\n"), 0, 7, 2)
+    assert run(usage()) == Usage(len("<user>hi\n"), 0, len(ids), count)
+
+
+@pytest.mark.parametrize("special", [False, True])
+@pytest.mark.parametrize(("text", "stop", "count"), [
+    ("<think>\nI will greet them.\n</think>\n\nHello there, the end.", ("then", "end!"), 5),
+    ("<think>\nI will greet them.\n</think>\n\nHello there, the end.", ("them",), 3),
+    ("<think>the</think>the<think>the</think>the", (), 1), ("<think>I will greett</think>x", ("them",), 4),
+])  # fmt: skip
+def test_a_token_of_reasoning_counts_once_whatever_of_it_is_held_back(
+    text: str, stop: tuple[str, ...], count: int, special: bool, tmp_path: Path
+) -> None:
+    """Of several letters: " greet" before "t" may be the beginning of a stop string, and ".\\n", of which a part is told."""
+    folder = shutil.copytree(resolve("tiny").path, tmp_path / "tiny")
+    tags = json.loads((folder / "tokenizer.json").read_text())
+    for token in tags["added_tokens"]:
+        token["special"] = token["special"] or (special and "think" in token["content"])
+    (folder / "tokenizer.json").write_text(json.dumps(tags))
+    with open_checkpoint(folder) as checkpoint:
+        tokenizer = load_tokenizer(checkpoint)
+    known = model_format(tokenizer, ChatTemplate("<think>"))
+    assert known is not None
+    visible = known.visible_ids(calls=True)
+    for seed in range(50):
+        r, left, found = random.Random(seed), tokenizer.encode(text, add_special_tokens=False), 0
+        detokenizer, parser = Detokenizer(tokenizer, visible_ids=visible, stop=stop), known.parser("")
+        counter = ReasoningTokens(tokenizer, tokenizer.special_ids.difference(visible), comes_again=r.random() < 0.5)
+        while left:
+            heard, written = list[int](), ""
+            for token_id in left[: r.choice((1, 1, 2, 5, 50))]:
+                heard.append(token_id)
+                written += detokenizer.push([token_id])
+                if detokenizer.stopped is not None:
+                    break
+            left = [] if detokenizer.stopped is not None else left[len(heard) :]
+            written += "" if left else detokenizer.finish()
+            said = [parser.push(written), *([] if left else [parser.finish()])]
+            reasoning, ends = "".join(delta.reasoning for delta in said), any(delta.content for delta in said)
+            found += counter.take(heard, written, reasoning, ends=ends, num_held=parser.num_held if left else 0)
+        assert found == count
 
 
 def test_timings_are_the_engines_and_while_it_draws_those_heard_here(run: Any) -> None:
@@ -627,6 +682,18 @@ def test_an_engine_that_dies_fails_the_answer(run: Any) -> None:
         run(house.chat(asked()))
     assert house.log.lines == ["accepted chat", "output", "end 503"]
     assert house.models.users == 0
+
+
+def test_what_the_engine_does_not_take_was_refused(run: Any) -> None:
+    error = ApiError(400, "priorities mean nothing")
+    error.by_engine = True
+    house = House(error=error)
+    with pytest.raises(ApiError):
+        run(house.chat(asked()))
+    assert house.log.lines == ["accepted chat", "end 400", "refused m 400"]
+    with pytest.raises(ApiError) as caught:
+        run(house.generator.embed(house.model, ["a", "b"], "mean"))
+    assert not caught.value.was_taken
 
 
 @pytest.mark.parametrize("way", ["aclose", "cut"])

@@ -116,6 +116,14 @@ def test_a_request_without_an_end_is_an_abort_or_an_error(metrics: Metrics, erro
     assert value(metrics, "prompt_tokens_total") == 0
 
 
+def test_what_its_engine_does_not_take_is_no_answer_that_failed(metrics: Metrics) -> None:
+    error = ApiError(400, "priorities mean nothing")
+    error.by_engine = True
+    metrics.accepted("a", "chat", 5, SamplingParams(n=2), None).end(error)
+    ended = [value(metrics, "request_success_total", finished_reason=reason) for reason in ("stop", "length", "abort", "error")]
+    assert ended == [0, 0, 0, 0]
+
+
 def test_answers_that_their_clients_rules_cut_have_stopped(metrics: Metrics) -> None:
     watch = metrics.accepted("a", "text_completion", 5, SamplingParams(n=2), None)
     watch.output(Output(1, [drawn(1, 0, "length"), drawn(1, 1)], False, 0))

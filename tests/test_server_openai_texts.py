@@ -24,7 +24,9 @@ from nanovllm_cli.server import logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.fim import fill_in_the_middle
 from nanovllm_cli.server.ports import Reading
+from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
+from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.vocabulary import TokenizerParts
 from server_fakes import FakeGenerates, FakeModels, FakePool, Script, event
@@ -85,6 +87,20 @@ def entries(text: str) -> list[TokenLogprobs]:
 
 
 # ---- completions ----
+
+
+def test_tags_that_a_text_shows_are_among_its_tokens() -> None:
+    """Special tokens, too: what a stop string cut off is found by where in the text tokens begin."""
+    tokenizer = with_tokens("[THINK]", "[/THINK]", "<end>")
+    fakes = FakeModels(tokenizer=tokenizer, format=model_format(tokenizer, ChatTemplate("[THINK]")))
+    ids = tokenizer.encode("[THINK]a[/THINK]b<end>STOP")
+    text = "[THINK]a[/THINK]b"
+    steps = [[event(text, logprobs=[TokenLogprobs(i, -1.0, 1, ()) for i in ids], finish="stop", stop_reason="STOP")]]
+    for stream in (False, True):
+        answer, _ = ask(Script(steps), fakes, logprobs=0, stop=["STOP"], stream=stream)
+        [told] = [c["logprobs"] for a in (chunks_of(answer) if stream else [answer.json]) for c in a["choices"] if c["logprobs"]]
+        assert told["tokens"] == ["[THINK]", "a", "[/THINK]", "b"]
+        assert told["text_offset"] == [0, 7, 8, 16]
 
 
 def test_a_text_goes_on() -> None:
@@ -179,16 +195,17 @@ def test_log_probabilities_of_a_streamed_echo_hold_up_nobody_and_are_written_onc
     assert on_loop == [False] * 3
 
 
-def test_an_echo_has_its_logprobs_too() -> None:
-    prompt = [None, *entries("nce")]
+@pytest.mark.parametrize("asked", [{"logprobs": 1}, {}], ids=["asked for", "the server's default"])
+def test_an_echo_has_its_logprobs_too(asked: dict[str, Any]) -> None:
+    prompt, fakes = [None, *entries("nce")], FakeModels(default_params=SamplingParams(logprobs=None if asked else 1))
     script = Script([[event(" u", logprobs=entries(" u"), finish="length")]], prompt_logprobs=prompt)
-    answer, generates = ask(script, echo=True, logprobs=1)
+    answer, generates = ask(script, fakes, echo=True, **asked)
     logprobs = choices_of(answer, echo=True)[0]["logprobs"]
     assert "".join(logprobs["tokens"]) == "Once u"
     assert logprobs["token_logprobs"] == [None, *[-0.5] * 5]
     assert logprobs["text_offset"] == [0, 1, 2, 3, 4, 5]
     assert generates.asked[0].params.prompt_logprobs == 1
-    chunks = chunks_of(ask(script, echo=True, logprobs=1, stream=True)[0], echo=True)
+    chunks = chunks_of(ask(script, fakes, echo=True, stream=True, **asked)[0], echo=True)
     assert [chunk["choices"][0]["logprobs"]["text_offset"] for chunk in chunks] == [[0, 1, 2, 3], [4, 5]]
 
 
@@ -232,6 +249,7 @@ def test_the_best_of_several_is_the_likeliest_a_token() -> None:
     assert all(choice["logprobs"] is None for choice in choices_of(answer))
     assert generates.asked[0].params.n == 3
     refused("best_of", best_of=2, n=3)
+    refused("best_of", best_of=2, fakes=FakeModels(default_params=SamplingParams(n=3)))
     refused("best_of", best_of=2, stream=True)
 
 
@@ -544,6 +562,16 @@ def test_an_answer_ends_at_a_line_that_is_not_indented_enough(stream: bool) -> N
         assert told[-1]["stop_type"] == ("eos" if indent < 3 else "limit")
         assert generates.generations[0].was_cut
     assert ask(Script.of("a\n\n  b"), path="/completion", prompt="a", n_indent=1)[0].json["content"] == "a\n"
+
+
+@pytest.mark.parametrize("joined", [1, 4, 50])
+def test_where_indentation_ends_an_answer_the_tokens_behind_it_do_not_count(joined: int) -> None:
+    drawn = "if a:\n  b\nc = 1\n"
+    parts = [drawn[start : start + joined] for start in range(0, len(drawn), joined)]
+    steps = [[event(part, token_ids=IDS.encode(part), logprobs=entries(part))] for part in parts]
+    told = ask(Script(steps), path="/completion", prompt="a", n_indent=1, n_probs=1, return_tokens=True)[0].json
+    assert (told["content"], told["tokens_predicted"]) == ("if a:\n  b\n", 10)
+    assert len(told["tokens"]) == len(told["completion_probabilities"]) == 10
 
 
 def test_who_is_late_is_closed_while_others_go_on() -> None:

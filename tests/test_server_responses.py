@@ -184,6 +184,14 @@ def test_settings_are_sent_back() -> None:
     assert {name: response[name] for name in sent_back} == sent_back
 
 
+def test_a_tool_without_more_than_its_name_is_read_as_it_is_and_sent_back_whole() -> None:
+    assert asked_for({"input": "hi", "tools": [UNKNOWN]}).tools[0]["function"].keys() == {"name", "parameters"}
+    response = client().post(PATH, {"input": "hi", "tools": [UNKNOWN]})
+    check("Response", response)
+    (tool,) = response["tools"]
+    assert (tool["description"], tool["strict"]) == (None, False)
+
+
 def test_what_is_drawn_with_by_default_is_said() -> None:
     response = client(default_params=SamplingParams(temperature=0.7, top_p=0.8)).post(PATH, {"input": "hi"})
     assert (response["temperature"], response["top_p"]) == (0.7, 0.8)
@@ -222,8 +230,12 @@ def test_logprobs_are_those_of_the_text() -> None:
         ("<think>< a</think>< < a", "< < a"), ("<think>so</think> <<a", "<<a"),
     ],
 )  # fmt: skip
-def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: str, content: str) -> None:
-    """White space is held back where it may be the end, and half a tag where it may be one."""
+@pytest.mark.parametrize("stop", [(), ("theme", "rest", "1, 2, 4", "< <b")], ids=["", "stop"])
+def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(
+    answer: str, content: str, stop: tuple[str, ...]
+) -> None:
+    """White space is held back where it may be the end, half a tag where it may be one, and what may become a stop string: a part
+    of a token's text, too."""
     with open_checkpoint(resolve("tiny").path) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
     ids = tokenizer.encode(answer, add_special_tokens=False, parse_special=False)
@@ -232,8 +244,8 @@ def test_logprobs_are_those_of_the_content_in_whatever_pieces_it_comes(answer: s
     expected = [i for i, end in zip(ids, ends, strict=True) if end > start]
     for seed in range(30):
         r = random.Random(seed)
-        parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer)
-        tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0)), list[Any](), ids
+        parser, detokenizer = answer_format("<think>").parser(""), Detokenizer(tokenizer, stop=stop)
+        tokens, found, left = ContentTokens(tokenizer, SamplingParams(logprobs=0), ()), list[Any](), ids
         while left:
             piece, left = (left[: (count := r.choice((1, 1, 2, 5, 30)))], left[count:])
             text = detokenizer.push(piece) + (detokenizer.finish() if not left else "")

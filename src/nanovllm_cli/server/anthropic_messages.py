@@ -159,7 +159,7 @@ def chat_tools(tools: Any) -> list[Tool]:
         schema = given.input_schema
         if given.input_examples:
             schema = {**schema, "examples": given.input_examples}
-        found.append(function_tool(given.name, given.description, schema, bool(given.strict), path))
+        found.append(function_tool(given.name, given.description, schema, given.strict, path))
     return found
 
 

@@ -27,10 +27,10 @@ class ApiError(Exception):
     """status: of HTTP. code, param: as OpenAI's errors have them. retry_after: seconds, for 429 and 503.
 
     retries: whether trying the same again can help; False is said in `x-should-retry`. was_taken: whether an engine had the
-    request when it failed.
+    request when it failed. by_engine: it is why an engine did not take the request.
     """
 
-    was_taken = False
+    was_taken = by_engine = False
 
     def __init__(
         self,

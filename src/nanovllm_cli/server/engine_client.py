@@ -394,5 +394,8 @@ def _error(kind: str, message: str, hint: str | None) -> NanovllmError:
 
 def _api_error(refused: Refused) -> ApiError:
     if refused.kind == PromptTooLongError.__name__:
-        return ApiError(400, refused.message, code="context_length_exceeded")
-    return ApiError.of(_error(refused.kind, refused.message, refused.hint))
+        error = ApiError(400, refused.message, code="context_length_exceeded")
+    else:
+        error = ApiError.of(_error(refused.kind, refused.message, refused.hint))
+    error.by_engine = True
+    return error

@@ -20,16 +20,15 @@ CHOICES = ("none", "auto", "required")
 
 
 def function_tool(
-    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool, path: str
+    name: str, description: str | None, parameters: Mapping[str, Any] | None, strict: bool | None, path: str
 ) -> Tool:
-    """parameters: a JSON schema of an object; None takes no arguments. Raises ApiError 400."""
+    """parameters: a JSON schema of an object; None takes no arguments. In the order that models know, and without what nobody
+    said: templates show all of it. Raises ApiError 400."""
     if not re.fullmatch(NAME, name):
         raise invalid(f"{path}.name", "must be 1 to 128 letters, digits, _, -, ., : and /")
     schema = {"type": "object", "properties": {}} if parameters is None else dict(parameters)
-    function: dict[str, Any] = {"name": name, "parameters": schema, "strict": strict}
-    if description is not None:
-        function["description"] = description
-    return {"type": "function", "function": function}
+    function = {"name": name, "description": description, "parameters": schema, "strict": strict}
+    return {"type": "function", "function": {field: value for field, value in function.items() if value is not None}}
 
 
 def name_of(tool: Tool) -> str:

@@ -41,6 +41,7 @@ from nanovllm_cli.server.ports import (
     Usage,
 )
 from nanovllm_cli.server.reading import json_text
+from nanovllm_cli.server.reasoning_tokens import ReasoningTokens
 from nanovllm_cli.text.answer_format import AnswerDelta, AnswerParser
 from nanovllm_cli.text.reasoning import prompt_tail
 from nanovllm_cli.text.tool_calls import Tool, placed, tools_of
@@ -130,7 +131,7 @@ class Generator:
                 tasks = [group.create_task(vector_of(*pair)) for pair in zip(each, watches, strict=True)]
         except* ApiError as failed:
             told = next(error for error in failed.exceptions if isinstance(error, ApiError))
-            told.was_taken = True
+            told.was_taken = not told.by_engine
         finally:
             for watch in watches:
                 watch.end(told)
@@ -183,7 +184,12 @@ class Generator:
         stream = model.engine.generate(prompt_ids, params, priority=asked.priority, cache_salt=salt, tells_reading=tells)
         watch = self._observer.accepted(model.id, operation, len(prompt_ids), params, caller)
         # A copy, without the images: they need not wait for the end of the answer.
-        return LiveGeneration(model, list(prompt_ids), stream, parsers, watch)
+        counters: list[ReasoningTokens] = []
+        if operation == "chat" and model.format is not None and (known := model.format.reasoning) is not None:
+            hidden = model.tokenizer.special_ids.difference(model.visible_ids) if params.skip_special_tokens else ()
+            comes_again = known.anywhere or known.messages is not None
+            counters = [ReasoningTokens(model.tokenizer, hidden, comes_again=comes_again) for _ in parsers]
+        return LiveGeneration(model, list(prompt_ids), stream, parsers, counters, watch)
 
 
 @dataclass
@@ -194,7 +200,7 @@ class _Counts:
 
 
 class LiveGeneration:
-    """See ports.Generation."""
+    """See ports.Generation. counters: one for each parser, or none where nothing is reasoning."""
 
     def __init__(
         self,
@@ -202,6 +208,7 @@ class LiveGeneration:
         prompt_ids: Sequence[int],
         stream: Stream,
         parsers: Sequence[AnswerParser],
+        counters: Sequence[ReasoningTokens],
         watch: Watch,
     ) -> None:
         self.model = model
@@ -209,10 +216,9 @@ class LiveGeneration:
         self.prompt_logprobs: Sequence[TokenLogprobs | None] | None = None
         self.reading: Reading | None = None
         self._stream = stream
-        self._parsers = parsers
+        self._parsers, self._counters = parsers, counters
         self._watch: Watch | None = watch
         self._counts = _Counts()
-        self._tags = set(model.format.visible_ids(calls=False)) if model.format is not None else set()
         self._first_heard: float | None = None
         self._last: Output | None = None
 
@@ -248,7 +254,7 @@ class LiveGeneration:
                     if piece.error is not None:
                         raise _failure(piece)
         except ApiError as error:
-            error.was_taken = True
+            error.was_taken = not error.by_engine
             self._end(error)
             raise
 
@@ -284,10 +290,11 @@ class LiveGeneration:
             calls += placed(last.calls, len(content))
             reasoning, content = reasoning + last.reasoning, content + last.content
             finish = self._finish_reason(piece, parser)
+        num_held = parser.num_held if finish is None else 0
         self._counts.completion += len(piece.token_ids)
-        if reasoning:
-            is_all = reasoning == piece.text
-            self._counts.reasoning += self._num_reasoning(piece.token_ids) if is_all else self._num_tokens(reasoning)
+        if self._counters:
+            counter, ends = self._counters[piece.index], bool(content or calls)
+            self._counts.reasoning += counter.take(piece.token_ids, piece.text, reasoning, ends=ends, num_held=num_held)
         return Event(
             piece.index,
             piece.text,
@@ -298,16 +305,8 @@ class LiveGeneration:
             piece.logprobs,
             finish,
             piece.stop_reason,
-            parser.num_held if finish is None else 0,
+            num_held,
         )
-
-    def _num_reasoning(self, token_ids: Sequence[int]) -> int:
-        """Of tokens that gave reasoning and nothing else. Tags without a text are none."""
-        return sum(token_id not in self._tags for token_id in token_ids)
-
-    def _num_tokens(self, text: str) -> int:
-        """Of a text that came together with others, or was held back."""
-        return len(self.model.tokenizer.encode(text, add_special_tokens=False, parse_special=False))
 
     def _finish_reason(self, piece: Piece, parser: AnswerParser) -> FinishReason | None:
         """A call that a stop string or id broke off is none to follow."""

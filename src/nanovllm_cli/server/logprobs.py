@@ -11,7 +11,7 @@ What is said of one token is JSON at once (`Raw`): as Python's values the altern
 from __future__ import annotations
 
 import codecs
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Any
 
 import msgspec
@@ -44,10 +44,11 @@ def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
 
 class TextTokens:
     """The drawn tokens of one answer, handed out with the text that they belong to: a stop string that may be about to come
-    holds both back. offset: where in the text those begin that were handed out last, in characters."""
+    holds both back. visible_ids: special tokens that are in the text (`ServedModel.visible_ids`). offset: where in the text those
+    begin that were handed out last, in characters."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
-        self._skipped = tokenizer.special_ids if params.skip_special_tokens else frozenset()
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, visible_ids: Collection[int]) -> None:
+        self._skipped = tokenizer.special_ids.difference(visible_ids) if params.skip_special_tokens else frozenset()
         self._tokenizer = tokenizer
         self._decoder = codecs.getincrementaldecoder("utf-8")("replace")
         self._waiting: list[tuple[int, TokenLogprobs]] = []  # where in the text each begins, in characters
@@ -77,17 +78,20 @@ class ContentTokens:
     text is held back, since it could become a tag or be the end, wait with it; those of reasoning, of its tags and of white space
     beside them are dropped."""
 
-    def __init__(self, tokenizer: Tokenizer, params: SamplingParams) -> None:
+    def __init__(self, tokenizer: Tokenizer, params: SamplingParams, visible_ids: Collection[int]) -> None:
         self._tokenizer = tokenizer
         self._num_top = params.logprobs or 0
-        self._tokens = TextTokens(tokenizer, params)
+        self._tokens = TextTokens(tokenizer, params, visible_ids)
         self._waiting: list[TokenLogprobs] = []
         self._text = ""  # what was drawn before the content begins
         self._in_content = False
         self._num_owed = 0  # bytes of content whose tokens were not handed out
+        self._num_ahead = 0  # bytes of the last token that a stop string may be about to cut off
 
     def take(self, event: Event) -> list[Raw]:
-        self._waiting += self._tokens.take(event)
+        tokens = self._tokens.take(event)
+        self._waiting += tokens
+        self._num_ahead += sum(map(self._num_bytes, tokens)) - len(event.text.encode())
         if event.reasoning:
             self._in_content = False
         if not self._in_content:
@@ -113,9 +117,9 @@ class ContentTokens:
         return chat_form(self._tokenizer, ready, self._num_top)
 
     def _drop(self, num_kept: int) -> int:
-        """Drops tokens, but the last ones with so many bytes. Returns how many bytes more these have: what the content is
+        """Drops tokens, but the last ones with so many bytes of text. Returns how many bytes more these have: what the content is
         without of its first token."""
-        spare = sum(self._num_bytes(entry) for entry in self._waiting) - num_kept
+        spare = sum(map(self._num_bytes, self._waiting)) - num_kept - max(0, self._num_ahead)
         first = 0
         while first < len(self._waiting) and spare >= self._num_bytes(self._waiting[first]):
             spare -= self._num_bytes(self._waiting[first])

@@ -177,7 +177,8 @@ class _Watch(Watch):
         self._num_left = 0
 
     def end(self, error: ApiError | None = None) -> None:
-        self._counts.finished["abort" if error is None else "error"] += self._num_left
+        if error is None or not error.by_engine:  # who was refused is counted as that
+            self._counts.finished["abort" if error is None else "error"] += self._num_left
         self._num_left = 0
 
     def _begin(self, output: Output, now: float) -> None:

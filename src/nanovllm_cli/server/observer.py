@@ -3,7 +3,7 @@ watches has an Observer as it is.
 
 Who calls what:
 
-    Generator     accepted() for each request that an engine took; on the Watch, output() for each Output, embedded() for a
+    Generator     accepted() for each request that goes to an engine; on the Watch, output() for each Output, embedded() for a
                   vector, cut() where its client's rules end it, end() exactly once, also for one that was left or failed
     ServerContext refused() for each that wanted a model, and that no engine took
     engine_client engine_restarted()

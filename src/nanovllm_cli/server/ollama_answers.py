@@ -58,7 +58,7 @@ class AnswerWriter:
     ) -> None:
         self._name, self._params, self._generation, self._took = name, params, generation, took
         self._chats, self._tells_context = chats, tells_context
-        self._tokens = TextTokens(generation.model.tokenizer, params)
+        self._tokens = TextTokens(generation.model.tokenizer, params, generation.model.visible_ids)
         self._token_ids: list[int] = []
         self._reason = "stop"
 

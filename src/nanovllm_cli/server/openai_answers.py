@@ -154,7 +154,8 @@ class ChatFrames:
         self._start = head.frame_start()
         self._counts: Counter[int] = Counter()
         self._num_ended = 0
-        self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
+        make = partial(TextTokens, generation.model.tokenizer, style.params, generation.model.visible_ids)
+        self._tokens = defaultdict[int, TextTokens](make)
 
     def frames(self, events: Sequence[Event]) -> bytes:
         out: list[bytes] = []
@@ -252,7 +253,8 @@ async def gather(generation: Generation, params: SamplingParams) -> list[Answer]
     async for events in generation:
         for event in events:
             if event.index not in answers:
-                tokens = None if params.logprobs is None else TextTokens(generation.model.tokenizer, params)
+                model = generation.model
+                tokens = None if params.logprobs is None else TextTokens(model.tokenizer, params, model.visible_ids)
                 answers[event.index] = Answer(tokens)
             answers[event.index].take(event)
     return [answers[index] for index in sorted(answers)]

@@ -56,7 +56,8 @@ class TextFrames:
         self._head, self._generation, self._style, self._base = head, generation, style, base
         self._start = head.frame_start()
         self._echoed, self._echo_logprobs = echo.text, Raw(encode(self._logprobs_of(echo)))
-        self._tokens = defaultdict[int, TextTokens](partial(TextTokens, generation.model.tokenizer, style.params))
+        make = partial(TextTokens, generation.model.tokenizer, style.params, generation.model.visible_ids)
+        self._tokens = defaultdict[int, TextTokens](make)
         self._counts: Counter[int] = Counter()
         self._num_ended = 0
 

@@ -116,6 +116,11 @@ class ServedModel:
     chat_defaults: ChatDefaults = ChatDefaults()
     lora_modules: tuple[str, ...] = ()
 
+    @property
+    def visible_ids(self) -> Sequence[int]:
+        """Special tokens that its answers' texts show: the tags of reasoning and calls."""
+        return () if self.format is None else self.format.visible_ids(calls=True)
+
     def template_reads(self, variable: str) -> bool:
         """Whether its template has something to do with a variable."""
         return self.chat_template is not None and variable in self.chat_template.source

@@ -3,8 +3,8 @@
     the head        its bytes (431) and how long it takes (408), on new and on idle connections; an offer to change to another
                     protocol (h2c, from Java's own client with every request) is left out of it, as HTTP allows
     the body        what chunks cost beside their content, trailers, and what still comes when the answer is already out
-    the answer      a client that stops reading the end of it; its head and what comes with it are one packet; to HTTP/1.0, whose
-                    clients know no chunks, its end is the connection's
+    the answer      a client that leaves while more of its requests wait, or stops reading the end of it; its head and what
+                    comes with it are one packet; to HTTP/1.0, whose clients know no chunks, its end is the connection's
 
 How long a body may take and how large it may be is known where it is read (routing.py).
 """
@@ -54,6 +54,7 @@ class GuardedProtocol(HttpToolsProtocol):
         self._in_head = False
         self._refused = False
         self._unsent: int | None = None
+        self._answering: Any = None
 
     def connection_made(self, transport: asyncio.Transport) -> None:  # type: ignore[override]
         super().connection_made(transport)
@@ -64,6 +65,9 @@ class GuardedProtocol(HttpToolsProtocol):
     def connection_lost(self, exc: Exception | None) -> None:
         self._set_timer(None)
         self._unset_keepalive_if_required()
+        if self._answering is not None and not self._answering.response_complete:
+            self._answering.disconnected = True  # uvicorn tells the last request of the connection, which may still wait
+            self._answering.message_event.set()
         super().connection_lost(exc)
 
     def data_received(self, data: bytes) -> None:
@@ -76,6 +80,10 @@ class GuardedProtocol(HttpToolsProtocol):
         self._parse(data)
         if self._overhead > self.settings.max_header_bytes and not self._refused and not self.transport.is_closing():
             self._refuse(self._too_large() if self._in_head else ApiError(400, "the body is mostly not its content"))
+
+    def _start_asgi_task(self, cycle: Any, app: Any) -> None:
+        self._answering = cycle
+        super()._start_asgi_task(cycle, app)
 
     def _parse(self, data: bytes) -> None:
         while data:

@@ -38,7 +38,7 @@ def tools_of(body: InputTokensRequest) -> ToolsAsked:
         path = f"tools[{place}]"
         if kind_of(tool, path) == "function":
             given = read(FunctionTool, tool, path)
-            tools.append(function_tool(given.name, given.description, given.parameters, bool(given.strict), path))
+            tools.append(function_tool(given.name, given.description, given.parameters, given.strict, path))
     return ToolsAsked(*_chosen(body.tool_choice, tools))
 
 
@@ -122,7 +122,7 @@ def new_response(body: ResponsesRequest, asked: ToolsAsked, model: str, temperat
         "temperature": temperature,
         "text": _text(body),
         "tool_choice": asked.choice if asked.choice in CHOICES else {"type": "function", "name": asked.choice},
-        "tools": [{"type": "function", "description": None, **tool["function"]} for tool in asked.tools],
+        "tools": [{"type": "function", "description": None, "strict": False, **tool["function"]} for tool in asked.tools],
         "top_logprobs": body.top_logprobs or 0,
         "top_p": top_p,
         "truncation": "disabled",

@@ -64,11 +64,8 @@ def _check(body: CompletionRequest) -> None:
         raise invalid_value(f"{num_answers} answers are more than one request may ask for, {MAX_ANSWERS}", "n")
     if first_given(body.n_predict, body.max_tokens) == 0 and not body.echo:
         raise invalid_value("max_tokens 0 without echo would answer nothing", "max_tokens")
-    if body.best_of is not None:
-        if body.stream:
-            raise invalid_value("best_of does not go with stream", "best_of")
-        if body.best_of < (body.n or 1):
-            raise invalid_value("best_of must be at least n", "best_of")
+    if body.best_of is not None and body.stream:
+        raise invalid_value("best_of does not go with stream", "best_of")
     if body.return_progress and body.echo:
         raise invalid_value("return_progress does not go with echo", "return_progress")
     if body.suffix and body.echo:
@@ -160,9 +157,11 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
     params = body.sampling(model, max_tokens=max_tokens, logprobs=body.logprobs)
     shown = {"echo": bool(body.echo), "prompt_logprobs": body.prompt_logprobs is not None, **shown_by(body)}
     style = TextStyle(params=params, draws=draws, **shown)
-    if body.echo and body.logprobs is not None:
-        most = max(body.logprobs, body.prompt_logprobs or 0)
+    if body.echo and params.logprobs is not None:
+        most = max(params.logprobs, body.prompt_logprobs or 0)
         params = replace(params, prompt_logprobs=most)
+    if body.best_of is not None and body.best_of < params.n:
+        raise invalid_value(f"best_of must be at least n, which is {params.n}", "best_of")
     if body.best_of is not None and body.best_of > params.n:
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return style, params

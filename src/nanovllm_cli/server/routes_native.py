@@ -39,6 +39,7 @@ from nanovllm_cli.server.schemas_openai import (
 from nanovllm_cli.server.schemas_openai_answers import NativeAnswer, NativeAnswers
 from nanovllm_cli.server.schemas_sampling import first_given
 from nanovllm_cli.server.sse import data_frame, read_through, while_connected
+from nanovllm_cli.text.tokenizer import Tokenizer
 
 
 def router(context: ServerContext) -> APIRouter:
@@ -114,7 +115,8 @@ async def _begun(context: ServerContext, body: NativeRequest, exchange: Exchange
             asked = TextAsked(prompt, params, form, body.priority or 0, body.cache_salt, tells_reading=tells)
             generation = await stack.enter_async_context(context.generation(model, asked, exchange))
             base = len(begun) * count
-            progress = [_Progress(body, params, TextTokens(model.tokenizer, params), base + index) for index in range(count)]
+            tokens = [TextTokens(model.tokenizer, params, model.visible_ids) for _ in range(count)]
+            progress = [_Progress(body, params, model.tokenizer, each, base + index) for index, each in enumerate(tokens)]
             begun.append(_Begun(params, generation, progress))
         yield begun
 
@@ -184,6 +186,7 @@ class _Progress:
 
     body: NativeRequest
     params: SamplingParams
+    tokenizer: Tokenizer
     tokens: TextTokens
     index: int
     first: float | None = None
@@ -222,12 +225,24 @@ class _Progress:
             return
         if self.first is None and event.token_ids:
             self.first = time.monotonic()
-        self.text.append(self._indented(event.text))
+        text = self._indented(event.text)
+        if self.is_cut:
+            event = self._shortened(event, text)
+        self.text.append(text)
         self.token_ids += event.token_ids
         self.num_tokens += len(event.token_ids)
         self.saw_newline |= "\n" in event.text
         if self.params.logprobs is not None:
             self.entries += self.tokens.take(event)
+
+    def _shortened(self, event: Event, text: str) -> Event:
+        """With the tokens that begin within the text, which may have come together with more."""
+        size, count, begin = len(text.encode()), 0, 0
+        while count < len(event.token_ids) and begin < size:
+            begin += len(self.tokenizer.id_to_bytes(event.token_ids[count]))
+            count += 1
+        logprobs = None if event.logprobs is None else event.logprobs[:count]
+        return replace(event, text=text, token_ids=event.token_ids[:count], logprobs=logprobs)
 
     def _indented(self, text: str) -> str:
         """Of what comes next, all ahead of the first character that is not indented enough; an empty line is not, either."""

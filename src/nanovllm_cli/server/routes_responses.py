@@ -179,7 +179,7 @@ class _Answering:
             new_response(body, self.tools, model.id, params.temperature, params.top_p),
             seals_reasoning="reasoning.encrypted_content" in (body.include or ()),
         )
-        self.tokens = None if num_top is None else ContentTokens(model.tokenizer, params)
+        self.tokens = None if num_top is None else ContentTokens(model.tokenizer, params, model.visible_ids)
         asked = _chat_asked(body, self.before, self.items, self.tools, self.form, params, model)
         return replace(asked, priority=body.priority or 0, cache_salt=body.cache_salt)
 
