@@ -379,8 +379,8 @@ UNUSED = {
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of penalties, dry, temperature, "),
-        ("--sampler-seq kz", "--samplers: 'z' is none of edtsmkypxa"),
+        ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of 'penalties', 'dry', 'temperature', 'top_n_sigma', "),
+        ("--sampler-seq kz", "--sampler-seq: 'z' is none of edtsmkypxa"),
         ("--samplers top_k --sampler-seq k", "--samplers and --sampler-seq cannot be used together"),
         ("--mirostat 3", "--mirostat must be a whole number from 0 to 2, not 3"),
         ("--mirostat-tau -1", "--mirostat-tau must be a number from 0 to 100, not -1.0"),

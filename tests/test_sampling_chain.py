@@ -335,7 +335,7 @@ def test_a_step_that_comes_twice_is_done_twice() -> None:
     ("samplers", "says"),
     [
         (["infill"], "'infill' is not supported"),
-        ("kz", "'z' is none of edtsmkypxa"), (["frobnicate"], "'frobnicate' is none of penalties, dry"),
+        ("kz", "'z' is none of edtsmkypxa"), (["frobnicate"], "'frobnicate' is none of 'penalties', 'dry'"),
         (5, "must be a list"), ([5], "strings"), (["x" * 300], "strings"),
         (["top_k"] * 65, "at most 64"), ("x" * 10**6, "at most 64"), ({"top_k": 1}, "must be a list"),
     ],

@@ -136,7 +136,10 @@ class SamplingOptions:
         if self.samplers is not None:
             fields["samplers"] = sampler_names([name for name in re.split(r"[;,\s]+", self.samplers) if name])
         if self.sampler_seq is not None:
-            fields["samplers"] = sampler_names(self.sampler_seq)
+            try:
+                fields["samplers"] = sampler_names(self.sampler_seq)
+            except UsageError as error:
+                raise UsageError(error.message.replace("samplers", "--sampler-seq", 1), error.hint) from error
         SamplingParams(**fields)  # refuses what is out of bounds, long before the model is there
         return fields
 
