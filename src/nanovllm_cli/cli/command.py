@@ -189,11 +189,11 @@ class Command(TyperCommand):
         return found
 
     def _refuse_habits(self, ctx: Any, words: list[str]) -> None:
-        """A peer's `-fa`, `-fa=on` or `-hf` would be read as `-f a`, or as a plea for help."""
+        """A peer's `-fa`, `-fa=on` or `-hf`, or another command's `-mm`, would be read as `-f a`, or as a plea for help."""
         flags = {flag for param in self.get_params(ctx) for flag in param.opts}
         for word in words[: words.index("--")] if "--" in words else words:
             name = word.split("=")[0]
-            if name[:2] in flags and name not in flags and is_habit(name):
+            if name[:2] in flags and name not in flags and (is_habit(name) or name in _every_flag(ctx)):
                 raise NoSuchFlag(name, ctx)
 
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
@@ -320,6 +320,12 @@ def command_flags(ctx: Any) -> dict[str, dict[str, str]]:
     root = ctx.find_root().command
     commands = getattr(root, "commands", None) or {root.name or "": root}
     return {name: _settable(command) for name, command in _full_names(commands)}
+
+
+def _every_flag(ctx: Any) -> set[str]:
+    """Of all commands."""
+    commands = getattr(ctx.find_root().command, "commands", {})
+    return {flag for _, command in _full_names(commands) for param in command.params for flag in param.opts}
 
 
 def _full_names(commands: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
