@@ -68,7 +68,7 @@ class SamplingOptions:
     xtc_threshold: float | None = _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
     samplers: str | None = option(
         "--samplers",
-        help=f"The steps from logits to a token in this order, and no others, as llama.cpp has them: {';'.join(LLAMA_ORDER)}; "
+        help=f"The steps from logits to a token in this order, and no others, as llama.cpp has them: {'; '.join(LLAMA_ORDER)}; "
         "adaptive_p. [all, as vLLM orders them]",
         panel=SAMPLING, metavar="NAMES",
     )
