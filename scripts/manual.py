@@ -8,7 +8,6 @@ Escapes are those of groff_char(7); the layout follows man-pages(7).
 
 from __future__ import annotations
 
-import re
 import sys
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -264,7 +263,7 @@ def _bold(text: str) -> str:
 
 def _line(text: str) -> str:
     """Escaped, wrapped, and with nothing at a line's begin that roff would take for a request."""
-    escaped = re.sub(r";(?=\S)", r";\\:", _text(text))  # where a long list without blanks may be broken
+    escaped = _text(text)
     return "\n".join(f"\\&{line}" if line[:1] in (".", "'") else line for line in escaped.split("\n"))
 
 

@@ -180,6 +180,16 @@ def test_settings_by_their_flags(tmp_path: Path) -> None:
     assert done.out.splitlines()[-3:] == ["stop = none", "temp = 0.3", "temp = 1"]
 
 
+@pytest.mark.parametrize("typed", ["'Bob: é' 用户:", r"\n\t END", r"'a\\b'", """ 'it'"'"'s' """.strip(), "😀"])
+def test_a_list_of_texts_is_shown_as_it_can_be_typed_again(tmp_path: Path, typed: str) -> None:
+    for name in ("stop", "dry-sequence-breaker"):
+        shown = chat(tmp_path, f"/set {name} {typed}").out.removeprefix(f"{name} = ").splitlines()[0]
+        again, params = chat(tmp_path, f"/set {name} {shown}", "params").out, chat(tmp_path, f"/set {name} {typed}", "params").out
+        assert again.splitlines()[0] == f"{name} = {shown}"
+        assert again.splitlines()[-1] == params.splitlines()[-1]
+        assert not re.search(r"\\[xuU]", shown)
+
+
 def test_settings_reach_the_model(tmp_path: Path) -> None:
     out = chat(tmp_path, "/set temp 0.25", "/set repeat-penalty 1.5", "params").out
     assert "temperature=0.25" in out

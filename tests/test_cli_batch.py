@@ -181,7 +181,8 @@ def test_results_of_other_settings_are_not_lost(tmp_path: Path) -> None:
     for other in (["--temp", "0.3"], ["--raw"], ["-sys", "x"], ["--lora", "adapter"], ["--lora-scaled", "adapter:2"],
                   ["--lora-modules", "a=adapter"], ["--reasoning", "hide"], ["--quant", "int2"], ["--dtype", "bfloat16"],
                   ["-c", "48"], ["--activations", "exact"], ["--kv-cache-dtype", "int8"], ["-ctv", "bfloat16"],
-                  ["--deterministic"]):  # fmt: skip
+                  ["--deterministic"], ["--rope-scaling", "linear"], ["--rope-scale", "2"], ["--rope-freq-base", "5e5"],
+                  ["--override-kv", "rms_norm_eps=float:1"], ["--hf-overrides", '{"rms_norm_eps": 1}']):  # fmt: skip
         refused = nanovllm(tmp_path, *args, *other)
         assert refused.code == 2
         assert "holds results of other prompts, another model or other settings" in refused.err
@@ -196,7 +197,7 @@ def test_settings_that_no_answer_depends_on_do_not_matter(tmp_path: Path) -> Non
     assert nanovllm(tmp_path, *args).code == 0
     for other in (["-t", "3"], ["-b", "64"], ["--kv-cache", "1G"], ["--gpu-memory-utilization", "0.5"], ["-tp", "2"], ["--eager"],
                   ["--speculate", "3"], ["--draft-min-p", "0.5"], ["-c", "0"], ["--dtype", "float32"], ["--reasoning", "show"],
-                  ["--image-max-tokens", "9"], ["--no-stats"], ["-v"]):  # fmt: skip
+                  ["--image-max-tokens", "9"], ["--no-stats"], ["-v"], ["--hf-overrides", "{}"]):  # fmt: skip
         again = nanovllm(tmp_path, *args, *other)
         assert (again.code, "1 of 1 results are there already" in again.err) == (0, True), other
 

@@ -76,6 +76,10 @@ BAD_USAGE = {
     "run tiny hi --grammar x": "the grammar can't be used",
     "run tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
     "run tiny -hello": "no such option: -hello\nhint: put -- before a prompt that begins with a dash",
+    "tokenize tiny -5": "no such option: -5\nhint: put -- before a prompt that begins with a dash",
+    "plan tiny -hello": "no such option: -hello\nhint: nanovllm plan --help lists the options",
+    "bench tiny -5": "no such option: -5\nhint: nanovllm bench --help lists the options",
+    "models list '--what is this?'": "no such option: --what is this?\nhint: nanovllm models list --help lists the options",
     "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, models list and others have --json; did you",
     "chat tiny -N 2": "no such option: -N\nhint: nanovllm run and serve have -N; nanovllm chat --help lists",
     "bench tiny --host x": "no such option: --host\nhint: nanovllm serve has --host; nanovllm bench --help lists",
@@ -253,6 +257,33 @@ def test_the_source_of_a_bad_value_is_named(tmp_path: Path) -> None:
     assert f"hint: the value comes from {tmp_path / 'nanovllm.toml'}:2" in failure(result)
     (tmp_path / "nanovllm.toml").write_text("[default]\ntopk = 5\n")
     assert "'topk' is no setting" in failure(nanovllm(tmp_path, "run", "tiny", "hi"))
+
+
+@pytest.mark.parametrize(
+    ("line", "says"),
+    [
+        ("ctx-size = ['32K']", "--ctx-size takes one value, not a list"),
+        ("regex = ['a', 'b']", "--regex takes one value, not a list"),  # and not the text that Python has for it
+        ("ignore-eos = [true]", "--ignore-eos takes one value, not a list"),
+        ("stop = [['a'], ['b']]", "--stop takes values, not lists of them"),
+        ("stop = [{a = 1}]", "--stop takes values, not lists of them"),
+        ("control-vector-layer-range = 3", "invalid value for '--control-vector-layer-range': 2 values are required"),
+        ("temp = true", "invalid value for '--temp': 'true' is not a number"),
+        ("n-predict = false", "invalid value for '-n' / '--predict' / '--n-predict': 'false' is not a whole number"),
+    ],
+)
+def test_a_value_of_another_kind_in_a_file_is_refused_at_its_place(line: str, says: str, tmp_path: Path) -> None:
+    (tmp_path / "nanovllm.toml").write_text(f"[run]\n{line}\n")
+    result = nanovllm(tmp_path, "run", "tiny", "hi")
+    error, hint = failure(result).splitlines()
+    assert error.startswith(f"error: {says}")
+    assert (result.code, hint) == (2, f"hint: the value comes from {tmp_path / 'nanovllm.toml'}:2")
+
+
+def test_a_value_of_another_kind_in_a_file_is_no_matter_beside_one_that_was_typed(tmp_path: Path) -> None:
+    (tmp_path / "nanovllm.toml").write_text("[default]\nbatch-size = [64, 512]\n")  # for bench
+    assert nanovllm(tmp_path, "run", "tiny", "hi").code == 2
+    assert nanovllm(tmp_path, "run", "tiny", "hi", "-b", "64").code == 0
 
 
 @pytest.mark.parametrize("name", ["typer", "nanovllm_cli.errors"])

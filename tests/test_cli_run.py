@@ -381,8 +381,8 @@ UNUSED = {
 @pytest.mark.parametrize(
     ("flags", "says"),
     [
-        ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of penalties, dry, temperature, "),
-        ("--sampler-seq kz", "--samplers: 'z' is none of edtsmkypxa"),
+        ("--samplers top_k;frobnicate", "--samplers: 'frobnicate' is none of 'penalties', 'dry', 'temperature', 'top_n_sigma', "),
+        ("--sampler-seq kz", "--sampler-seq: 'z' is none of edtsmkypxa"),
         ("--samplers top_k --sampler-seq k", "--samplers and --sampler-seq cannot be used together"),
         ("--max-repeats 1", "--max-repeats must be 0 or at least 2"),
         ("--max-repeats 3 --min-repeat-size 65", "--min-repeat-size (65) must not be above --max-repeat-size (64)"),

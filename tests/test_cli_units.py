@@ -9,6 +9,7 @@ import pwd
 import stat
 from dataclasses import fields
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -551,7 +552,8 @@ def config(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def defaults(settings: Settings, command: str, model: str | None) -> dict[str, object]:
-    return {name: as_words(origin.value) for name, origin in settings.origins(command, model).items()}
+    param = SimpleNamespace(nargs=1)
+    return {name: as_words(origin.value, param) for name, origin in settings.origins(command, model).items()}
 
 
 def test_a_home_that_is_no_place_of_its_own_is_not_read(config: Path, monkeypatch: pytest.MonkeyPatch) -> None:

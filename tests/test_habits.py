@@ -40,6 +40,23 @@ def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
         assert explanation(refused.value).hint == habits._SENTENCES[flag]
 
 
+@pytest.mark.parametrize(
+    ("command", "words", "hint"),
+    [
+        ("quantize", ["--to", "q8_0", "-ofreq", "10"], "an interrupted run goes on from where it was: leave it out"),
+        ("tokenize", ["-mm", "x", "hi"], "nanovllm run, chat, serve and others have -mm; "),
+        ("tokenize", ["-pg", "512,128"], "nanovllm bench has -pg; "),
+        ("run", ["-oe", "md", "hi"], "nanovllm bench has -oe; "),
+    ],
+)
+def test_a_flag_of_one_command_is_never_read_as_one_of_another_with_a_value(command: str, words: list[str], hint: str) -> None:
+    """`quantize -ofreq 10` would write a model called freq, `tokenize -mm x` would read one called m."""
+    root = get_command(build())
+    with pytest.raises(typer.TyperException) as refused, root.make_context(PROGRAM, [command, "tiny", *words]) as ctx:
+        root.invoke(ctx)
+    assert (explanation(refused.value).hint or "").startswith(hint)
+
+
 def test_hints_of_commands_name_commands() -> None:
     assert set(habits._COMMANDS.values()) <= NAMES
     assert set(habits._EXTRA_WORDS) <= NAMES
@@ -100,6 +117,7 @@ def test_a_peers_flag_stands_in_one_place() -> None:
         ("perplexity", "--typical-p", "nanovllm run, chat and serve have --typical; "),
         ("plan", "--no-mmproj", "nanovllm run, chat, serve and others have --no-mmproj; "),
         ("quantize", "--in-file", "here it is --calibration FILE"),
+        ("control-vector", "--pca-iter", "a principal component is computed whole"),
         ("serve", "--shutdown-timeout", "here it is --drain-timeout"),
         ("run", "--trust_remote_code", "no code that comes with a model is ever run: leave it out"),
     ],

@@ -101,6 +101,21 @@ def test_mirostat_and_adaptive_p_learn_as_llama_cpps_do(walk: dict[str, Any]) ->
     assert len(memories) == len(walk["draws"]) or params.mirostat_eta == 0 or params.adaptive_decay == 0
 
 
+def test_a_decay_above_llama_cpps_most_learns_as_that_does() -> None:
+    """Its `llama_sampler_init_adaptive_p` clamps to 0.99; with 1 nothing would ever be learned."""
+    rows = np.random.default_rng(3).normal(0, 2, (20, 300)).astype(np.float32)
+    memories: list[list[float]] = []
+    for decay in (0.99, 0.995, 1.0):
+        mine = chain(SamplingParams(adaptive_target=0.5, adaptive_decay=decay))
+        memories.append([])
+        for row in rows:
+            draw(mine, row, 0.4)
+            mine.accept()
+            memories[-1].append(mine.memory)
+    assert memories[0] == memories[1] == memories[2]
+    assert len(set(memories[0])) == len(rows)
+
+
 def test_any_order_draws_by_the_formulas_of_its_steps() -> None:
     """In the fixed order where that is the same; the rest goes step by step. Both are met, and either is right."""
     chosen, numbers = random.Random(5), np.random.default_rng(5)
@@ -335,7 +350,7 @@ def test_a_step_that_comes_twice_is_done_twice() -> None:
     ("samplers", "says"),
     [
         (["infill"], "'infill' is not supported"),
-        ("kz", "'z' is none of edtsmkypxa"), (["frobnicate"], "'frobnicate' is none of penalties, dry"),
+        ("kz", "'z' is none of edtsmkypxa"), (["frobnicate"], "'frobnicate' is none of 'penalties', 'dry'"),
         (5, "must be a list"), ([5], "strings"), (["x" * 300], "strings"),
         (["top_k"] * 65, "at most 64"), ("x" * 10**6, "at most 64"), ({"top_k": 1}, "must be a list"),
     ],

@@ -189,6 +189,7 @@ def test_a_file_is_made_that_leads_the_model(place: Path) -> None:
         (["--positive", "empty", *ALL[2:]], 2, "empty has 0 texts, down.txt has 2"),
         (["--positive", "empty", "--negative", "empty", *ALL[4:]], 2, "have no texts"),
         (["--positive", "one", *ALL[2:]], 2, "one has 1 texts, down.txt has 2"),
+        (["--positive", "shifted", *ALL[2:]], 2, "line 2 of down.txt is empty"),
         (["--positive", "long", "--negative", "one", *ALL[4:]], 5, "tokens"),
         (["--positive", "down.txt", *ALL[2:]], 2, "the same of both texts"),
     ],
@@ -197,11 +198,20 @@ def test_a_file_is_made_that_leads_the_model(place: Path) -> None:
 def test_what_the_command_refuses(args: list[str], code: int, told: str, place: Path) -> None:
     (place / "empty").write_text("\n \n")
     (place / "one").write_text("one\n")
+    (place / "shifted").write_text("What a day!\nI am happy\n")  # as many as down.txt has, and no pairs of its lines
     (place / "long").write_text("one " * 5000)
     done = made(place, *args)
     assert (done.code, done.out) == (code, ""), done.err
     assert told in done.err
     assert not (place / "v.gguf").exists()
+
+
+def test_only_a_new_line_ends_a_text(place: Path) -> None:
+    """Others that Unicode has end none, as `embed` has it."""
+    for name, word in (("up", "happy"), ("down", "sad")):
+        (place / f"{name}.txt").write_text(f"What a\x0c day!\u2028 I am {word}\r\n", encoding="utf-8")
+    done = made(place, *ALL, "--json")
+    assert (done.code, json.loads(done.out)["pairs"]) == (0, 1), done.err
 
 
 def test_what_is_there_stays(place: Path) -> None:

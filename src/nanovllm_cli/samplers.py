@@ -63,7 +63,7 @@ def sampler_names(said: Sequence[str] | str, without: Sequence[str] = ()) -> tup
         if name == "infill":
             raise UsageError("samplers: 'infill' is not supported")
         if name not in STEPS:
-            known = ", ".join(STEPS) if not isinstance(said, str) else "".join(_LETTERS)[: len(STEPS)]
+            known = ", ".join(map(repr, STEPS)) if not isinstance(said, str) else "".join(_LETTERS)[: len(STEPS)]
             raise UsageError(f"samplers: {each[:40]!r} is none of {known}")
         names.append(name)
     return tuple(names)

@@ -149,7 +149,7 @@ class SamplingParams:
     mirostat: 1 or 2 draws by that version of Mirostat (Basu et al. 2021), in place of all that leaves tokens out; 0 is off.
     mirostat_tau, mirostat_eta: the surprise that it aims at, in bits, and how fast it learns.
     adaptive_target, adaptive_decay: tokens near this probability are favoured, and the more so the further off those before it
-        were on average ("adaptive-p"), each counting so much less than the one behind it; below 0 is off.
+        were on average ("adaptive-p"), each counting so much less than the one behind it, at most 0.99; below 0 is off.
     """
 
     temperature: float = 1.0

@@ -11,6 +11,7 @@ from typing import Any, NamedTuple, get_args, get_origin
 from nanovllm_cli.cli.command import types_of
 from nanovllm_cli.cli.form import FormOptions
 from nanovllm_cli.cli.habits import renamed
+from nanovllm_cli.cli.parsers import unescaped
 from nanovllm_cli.cli.sampling_options import SamplingOptions
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -112,7 +113,7 @@ def shown(params: object, chosen: Setting) -> str:
     """The value that counts now."""
     value = getattr(params, chosen.field)
     if isinstance(value, tuple):
-        return " ".join(shlex.quote(each.encode("unicode_escape").decode()) for each in value) or "none"
+        return " ".join(shlex.quote(unescaped(each)) for each in value) or "none"
     if isinstance(value, Mapping):
         return " ".join(f"{token_id}{bias:+g}" for token_id, bias in value.items())
     if isinstance(value, Constraint):

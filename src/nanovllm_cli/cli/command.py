@@ -14,6 +14,7 @@ import inspect
 import os
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from functools import partial
 from typing import Annotated, Any, get_type_hints
 
 import typer
@@ -23,7 +24,7 @@ from nanovllm_cli.cli.command_tree import parameters, variable_of
 from nanovllm_cli.cli.habits import is_habit
 from nanovllm_cli.cli.help import write_commands, write_examples, write_options
 from nanovllm_cli.cli.output import console
-from nanovllm_cli.cli.settings import Settings, as_words, load_settings, working_folder
+from nanovllm_cli.cli.settings import Origin, Settings, as_words, load_settings, working_folder
 from nanovllm_cli.cli.slips import typed_twice, unread_variables
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, NanovllmError, UsageError
 
@@ -127,11 +128,9 @@ class Command(TyperCommand):
             everywhere = settings.origins(name, None).get("model")
             model = self._model_of(ctx, words, None if everywhere is None else _only(everywhere.value))
             ctx.meta[ORIGINS] = settings.origins(name, model)
-            several = {param.name for param in self.get_params(ctx) if getattr(param, "multiple", False)}
-            defaults = {name: as_words(origin.value) for name, origin in ctx.meta[ORIGINS].items()}
-            ctx.default_map = {
-                name: [value] if name in several and not isinstance(value, list) else value for name, value in defaults.items()
-            }
+            params = {param.name: param for param in self.get_params(ctx)}
+            origins = ctx.meta[ORIGINS].items()
+            ctx.default_map = {name: partial(_words_of, origin, params[name]) for name, origin in origins}
         try:
             rest: list[str] = super().parse_args(ctx, args)
             _settle_loudness(ctx)
@@ -190,11 +189,11 @@ class Command(TyperCommand):
         return found
 
     def _refuse_habits(self, ctx: Any, words: list[str]) -> None:
-        """A peer's `-fa`, `-fa=on` or `-hf` would be read as `-f a`, or as a plea for help."""
+        """A peer's `-fa`, `-fa=on` or `-hf`, or another command's `-mm`, would be read as `-f a`, or as a plea for help."""
         flags = {flag for param in self.get_params(ctx) for flag in param.opts}
         for word in words[: words.index("--")] if "--" in words else words:
             name = word.split("=")[0]
-            if name[:2] in flags and name not in flags and is_habit(name):
+            if name[:2] in flags and name not in flags and (is_habit(name) or name in _every_flag(ctx)):
                 raise NoSuchFlag(name, ctx)
 
     def _misspelt_flag(self, ctx: Any, failure: Exception, words: list[str]) -> typer.TyperException | None:
@@ -323,6 +322,12 @@ def command_flags(ctx: Any) -> dict[str, dict[str, str]]:
     return {name: _settable(command) for name, command in _full_names(commands)}
 
 
+def _every_flag(ctx: Any) -> set[str]:
+    """Of all commands."""
+    commands = getattr(ctx.find_root().command, "commands", {})
+    return {flag for _, command in _full_names(commands) for param in command.params for flag in param.opts}
+
+
 def _full_names(commands: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
     """run, bench, bench.serve, …: commands as the settings files call them."""
     for name, command in commands.items():
@@ -366,6 +371,14 @@ def _only(value: Any) -> str | None:
 def _settable(command: Any) -> dict[str, str]:
     known = parameters(command) if getattr(command, "reads_settings", False) else ()
     return {name: each.name for each in known for name in each.setting_names}
+
+
+def _words_of(origin: Origin, param: Any) -> Any:
+    """What the parser of `param` gets of a settings file, where nothing else says it. Raises UsageError."""
+    try:
+        return as_words(origin.value, param)
+    except ValueError as failure:
+        raise UsageError(f"{max(param.opts, key=len)} {failure}", f"the value comes from {origin}") from failure
 
 
 def source_of(ctx: Any, param: Any) -> str | None:

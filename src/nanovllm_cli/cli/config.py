@@ -254,7 +254,7 @@ def _checked_value(ctx: typer.Context, target: Target, key: str, words: list[str
         value = _SWITCH[words[0].lower()]
     for word in words:
         checked(word, f"the value of {key}")
-    _refuse_out_of_bounds(param.name, param.process_value(ctx, as_words(value)))
+    _refuse_out_of_bounds(param.name, param.process_value(ctx, as_words(value, param)))
     return value
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import shlex
 from dataclasses import dataclass
+from itertools import zip_longest
 from typing import TYPE_CHECKING, Any, Literal
 
 import typer
@@ -114,14 +115,22 @@ def control_vector(
 
 
 def _texts(*names: str) -> list[tuple[str, str]]:
-    """Pairs of lines; those that are empty are left out. Raises UsageError."""
-    positive, negative = ([parsers.escaped(line) for line in read_text(name).splitlines() if line.strip()] for name in names)
-    if len(positive) != len(negative):
-        counts = f"{names[0]} has {len(positive)} texts, {names[1]} has {len(negative)}"
-        raise UsageError(counts, "a line of one and the same line of the other are a pair")
-    if not positive:
+    """Pairs of lines; those that are empty in both files are left out. Raises UsageError."""
+    positive, negative = ([line.removesuffix("\r") for line in read_text(name).split("\n")] for name in names)
+    counts = [sum(bool(line.strip()) for line in lines) for lines in (positive, negative)]
+    if counts[0] != counts[1]:
+        told = f"{names[0]} has {counts[0]} texts, {names[1]} has {counts[1]}"
+        raise UsageError(told, "a line of one and the same line of the other are a pair")
+    if not counts[0]:
         raise UsageError(f"{names[0]} and {names[1]} have no texts", "write one a line")
-    return list(zip(positive, negative, strict=True))
+    pairs = []
+    for number, both in enumerate(zip_longest(positive, negative, fillvalue=""), 1):
+        missing = [name for name, line in zip(names, both, strict=True) if not line.strip()]
+        if len(missing) == 1:
+            raise UsageError(f"line {number} of {missing[0]} is empty", "the other file has a text there, and they are a pair")
+        if not missing:
+            pairs.append((parsers.escaped(both[0]), parsers.escaped(both[1])))
+    return pairs
 
 
 def _pairs(tokenizer: Tokenizer, texts: list[tuple[str, str]], most: int) -> list[Pair]:

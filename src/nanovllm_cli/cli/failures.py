@@ -122,7 +122,7 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     help_line = f"{ctx.command_path if ctx is not None else 'nanovllm'} --help lists the options"
     name = getattr(error, "option_name", None)
     flags = _flags(ctx) if ctx else set()
-    if name is not None and any(map(str.isspace, name)):
+    if name is not None and any(map(str.isspace, name)) and _takes_a_prompt(ctx):
         return f"{_A_PROMPT}; {help_line}"
     habit = option_hint(name, flags, full_name(ctx) if ctx is not None else "") if name is not None else None
     if habit:
@@ -146,7 +146,7 @@ def _usage_hint(error: Any, ctx: Any) -> str:
             return elsewhere_said
         if told and (meant := near_values(told[1], told[2].strip("'").split("', '"))):
             return f"did you mean {meant[0]}?"
-    if name is not None and (name[1:2].isdigit() or re.fullmatch(r"-[^\W\d_-]{3,}", name)):
+    if name is not None and (name[1:2].isdigit() or re.fullmatch(r"-[^\W\d_-]{3,}", name)) and _takes_a_prompt(ctx):
         return f"{_A_PROMPT}; {help_line}"
     commands = getattr(getattr(ctx, "command", None), "commands", None)
     if commands:
@@ -154,6 +154,11 @@ def _usage_hint(error: Any, ctx: Any) -> str:
     if ctx is not None and "unexpected extra argument" in error.message:
         return words_hint(ctx.command.name) or help_line
     return help_line
+
+
+def _takes_a_prompt(ctx: Any) -> bool:
+    arguments = [] if ctx is None else [param for param in ctx.command.params if param.param_type_name == "argument"]
+    return any(param.metavar in ("PROMPT", "TEXT") for param in arguments)
 
 
 def _commands_with(flag: str, ctx: Any) -> list[str]:

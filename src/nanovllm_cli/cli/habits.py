@@ -149,4 +149,5 @@ def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
 
 
 def is_habit(flag: str) -> bool:
-    return flag in _RENAMED or flag in _SENTENCES
+    """Whether it is a peer's, of any command."""
+    return flag in _RENAMED or flag in _SENTENCES or any(flag in there for there in _SENTENCES_THERE.values())

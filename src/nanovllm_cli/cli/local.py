@@ -190,6 +190,7 @@ class LocalAnswerer:
         own += [f"{name} {scale}" for name, scale in self.adapters]
         own += [f"{name}={Path(path).resolve()}" for name, path in llm.lora_modules]
         own += [str(self.led_by)] if config.control_vectors else []
+        own += [f"{name}={list(said)}" for name, said in (("rope", config.rope), ("overrides", config.overrides)) if any(said)]
         beside = [path for path, _ in (*llm.lora, *config.control_vectors)]
         beside += [*(path for _, path in llm.lora_modules), *filter(None, [llm.mmproj])]
         own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside)]

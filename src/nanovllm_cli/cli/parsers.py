@@ -25,6 +25,7 @@ _NEAR_CACHE_TYPES = {"fp8_e5m2": "fp8 is e4m3"} | dict.fromkeys(
 _ROPE_KEYS = {"factor": "scale", "rope_theta": "base", "original_max_position_embeddings": "original_len"}
 _NEAR_DEVICES = {"none": "cpu"}
 _ESCAPES = {"n": "\n", "t": "\t", "r": "\r", "\\": "\\"}
+_LETTERS = {meant: letter for letter, meant in _ESCAPES.items()}
 
 
 ALL_LAYERS = 999_999
@@ -80,6 +81,11 @@ def json_object(flag: str, text: str, example: str) -> dict[str, Any]:
 def escaped(text: str) -> str:
     r"""A short string in which \n, \t, \r and \\ mean what they mean in most languages; other backslashes stay."""
     return re.sub(r"\\([ntr\\])", lambda match: _ESCAPES[match[1]], text)
+
+
+def unescaped(text: str) -> str:
+    """What `escaped` makes `text` of."""
+    return re.sub(r"[\n\t\r\\]", lambda match: "\\" + _LETTERS[match[0]], text)
 
 
 def cache_type(text: str) -> str:

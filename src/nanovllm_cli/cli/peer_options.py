@@ -387,6 +387,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--show-statistics",): "what an importance matrix holds is not shown",
         ("-t", "--threads", "-tb", "--threads-batch"): "it takes one thread a core; taskset in front takes fewer",
     },
+    "control-vector": {("--pca-batch", "--pca-iter"): "a principal component is computed whole, not step by step: leave it out"},
     "convert": {
         ("-mm", "--mmproj"): "what a model sees by is written beside it, as a file of its own: leave it out",
     },

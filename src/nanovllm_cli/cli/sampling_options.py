@@ -68,7 +68,7 @@ class SamplingOptions:
     xtc_threshold: float | None = _sampling("xtc_threshold", "--xtc-threshold", help="XTC: what counts as likely.")
     samplers: str | None = option(
         "--samplers",
-        help=f"The steps from logits to a token in this order, and no others, as llama.cpp has them: {';'.join(LLAMA_ORDER)}; "
+        help=f"The steps from logits to a token in this order, and no others, as llama.cpp has them: {'; '.join(LLAMA_ORDER)}; "
         "adaptive_p. [all, as vLLM orders them]",
         panel=SAMPLING, metavar="NAMES",
     )
@@ -143,7 +143,10 @@ class SamplingOptions:
         if self.samplers is not None:
             fields["samplers"] = sampler_names([name for name in re.split(r"[;,\s]+", self.samplers) if name])
         if self.sampler_seq is not None:
-            fields["samplers"] = sampler_names(self.sampler_seq)
+            try:
+                fields["samplers"] = sampler_names(self.sampler_seq)
+            except UsageError as error:
+                raise UsageError(error.message.replace("samplers", "--sampler-seq", 1), error.hint) from error
         SamplingParams(**fields)  # refuses what is out of bounds, long before the model is there
         return fields
 

@@ -172,11 +172,19 @@ def table_name(path: tuple[str, ...]) -> str:
     return f'models."{path[1]}"' if path[0] == "models" and len(path) > 1 else ".".join(path)
 
 
-def as_words(value: Any) -> Any:
-    """A TOML value as the flag's parser would have had it from the command line."""
-    if isinstance(value, list):
-        return [as_words(item) for item in value]
-    return value if isinstance(value, bool) else str(value)
+def as_words(value: Any, param: Any) -> Any:
+    """A TOML value as the parser of the option `param` would have had it from the command line. Raises ValueError for a list
+    where that takes one value."""
+    if getattr(param, "multiple", False) or param.nargs != 1:
+        return [_word(each, "takes values, not lists of them") for each in (value if isinstance(value, list) else [value])]
+    is_switch = getattr(param, "is_flag", False) or getattr(param, "count", False)
+    return value if is_switch and isinstance(value, bool) else _word(value, "takes one value, not a list")
+
+
+def _word(value: Any, otherwise: str) -> str:
+    if isinstance(value, list | dict):
+        raise ValueError(otherwise)
+    return str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def check(file: SettingsFile, flags: Mapping[str, Mapping[str, str]]) -> None:

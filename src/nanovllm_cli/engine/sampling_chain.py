@@ -32,6 +32,8 @@ _MIROSTAT_TOKENS = 100
 """So many of the likeliest tell Mirostat how fast probabilities fall."""
 _ADAPTIVE_WIDTH, _ADAPTIVE_PEAK, _ADAPTIVE_SHARPNESS = 0.3, 5.0, 10.0
 """llama.cpp's: a probability that is off by a width is about e**5 times less likely than one that is not."""
+_ADAPTIVE_DECAY = 0.99
+"""The most that it takes: with 1 nothing would ever be learned."""
 
 
 class Chain:
@@ -109,7 +111,8 @@ class Chain:
             distance = np.abs(likely - aim) / _ADAPTIVE_WIDTH
             left.logits = _ADAPTIVE_PEAK - _ADAPTIVE_SHARPNESS * distance * distance / (1.0 + distance)
             place = left.place_of(uniform)
-            self._next = params.adaptive_decay * self.memory + (1.0 - params.adaptive_decay) * float(likely[place])
+            decay = min(params.adaptive_decay, _ADAPTIVE_DECAY)
+            self._next = decay * self.memory + (1.0 - decay) * float(likely[place])
             return int(left.ids[place])
         if self._steps[-1:] != ("mirostat",):
             return int(left.ids[left.place_of(uniform)])
