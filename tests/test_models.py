@@ -1599,6 +1599,9 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "another activation of experts": (
         "solar open, 3 of 5 and shared", {"hidden_act": "mish"}, UnsupportedError, "activation 'mish' is not supported",
     ),
+    "another activation that is held": (
+        "hy 4, a layer goes by another", {"hidden_act": "gelu"}, UnsupportedError, "activation 'gelu' that is held at",
+    ),
     "scores of a Solar": ("solar open, 3 of 5 and shared", {"scoring_func": "sqrtsoftplus"}, UnsupportedError, "'sqrtsoftplus'"),
     "a Hunyuan of other sizes by layer": (
         "hunyuan moe, 3 of 5 and shared, another base", {"moe_topk": [3, 2]}, UnsupportedError,

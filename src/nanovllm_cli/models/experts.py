@@ -157,12 +157,19 @@ def held(spec: ModelSpec, limits: list[float | None], shared: list[float | None]
 
     def of_layer(mlp: MLPSpec | MoESpec | None, limit: float | None, of_all: float | None) -> MLPSpec | MoESpec | None:
         if isinstance(mlp, MoESpec):
-            own = None if mlp.shared is None else replace(mlp.shared, limit=of_all)
-            return replace(mlp, expert=replace(mlp.expert, limit=limit), shared=own)
-        return None if mlp is None else replace(mlp, limit=of_all)
+            own = None if mlp.shared is None else limited(mlp.shared, of_all)
+            return replace(mlp, expert=limited(mlp.expert, limit), shared=own)
+        return None if mlp is None else limited(mlp, of_all)
 
     each = zip(spec.blocks, limits, shared, strict=True)
     return replace(spec, blocks=tuple(replace(block, mlp=of_layer(block.mlp, *own)) for block, *own in each))
+
+
+def limited(mlp: MLPSpec, limit: float | None) -> MLPSpec:
+    """The same with this limit; UnsupportedError for another activation than the one that is known with one."""
+    if limit is not None and mlp.activation != "silu":
+        raise UnsupportedError(f"activation {mlp.activation!r} that is held at {limit:g} is not supported", "known: silu")
+    return replace(mlp, limit=limit)
 
 
 def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:
