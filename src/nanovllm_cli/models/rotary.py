@@ -131,9 +131,7 @@ def rope_from_gguf(
         return spec
     if divisors:
         return replace(base, scaling="divisors", short_divisors=divisors)
-    kind = read.text(key("rope.scaling.type"), "none")
-    if kind == "none" and read.has(key("rope.scale_linear")):
-        kind = "linear"
+    kind = read.text(key("rope.scaling.type"), "linear")  # as llama.cpp has it where files say a factor alone
     factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
     if kind == "none" or factor == 1.0:
         return base
