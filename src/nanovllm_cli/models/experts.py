@@ -174,9 +174,13 @@ def limited(mlp: MLPSpec, limit: float | None) -> MLPSpec:
 
 def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:
     """The same; UnsupportedError where its config names another function of the router's logits."""
-    if (name := read.text(key, "sigmoid")) != "sigmoid":
-        raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", "known: sigmoid")
+    check_scoring(read, "sigmoid", key)
     return spec
+
+
+def check_scoring(read: ConfigReader, known: str, key: str = "scoring_func") -> None:
+    if (name := read.text(key, known)) != known:
+        raise UnsupportedError(f"{read.where}: experts that are weighed by {name[:40]!r}", f"known: {known}")
 
 
 def _scoring(read: ConfigReader, key: str) -> Literal["softmax", "sigmoid"]:
