@@ -687,6 +687,15 @@ def test_positions_are_divided_by_a_factor_unless_a_file_says_none(keys: dict[st
     assert difference(logits_of(worker_for(changed), prompts(500)), expected_logits(expected, prompts(500))) < 1e-4
 
 
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_positions_with_divisors_are_not_divided_again(kind: str, tmp_path: Path) -> None:
+    arch, config, add = CASES["gemma4, keys of other layers"]
+    base = write(tmp_path / "m.gguf", arch, random_model(config), add)
+    keys = {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": 4.0}
+    with pytest.raises(UnsupportedError, match=f"'{kind}' beside a tensor 'rope_freqs.weight'"):
+        worker_for(written_anew(base, tmp_path / "changed.gguf", keys))
+
+
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts where there are none": ("gemma3", EXPERTS, "gemma3 with experts"),
