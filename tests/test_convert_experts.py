@@ -288,6 +288,10 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
         "a granite_swa model: theta",
     ),
     "another share of a Phi": (lambda: TEXTS["phimoe, 2 of 5"], "a phimoe model: nearness"),
+    "a Qwen3-Next of attention alone": (
+        lambda: changed(TEXTS["qwen3-next, 3 of 5 and shared"], layer_types=["full_attention"] * 3, mlp_only_layers=[]),
+        "a qwen3_next model: attention in all layers",
+    ),
     "a clipped OLMoE": (lambda: TEXTS["olmoe, clipped"], "a olmoe model: .*clip"),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),
 }  # fmt: skip

@@ -227,6 +227,22 @@ def test_without_params_the_models_own_defaults_count(model: Model) -> None:
         path.write_text(before)
 
 
+def test_an_end_that_config_json_alone_names_ends_an_answer(model: Model) -> None:
+    path, own = model.folder / "generation_config.json", model.folder / "config.json"
+    before, config = path.read_text(), own.read_text()
+    last = model.answer(list(b"Once"), 3)[2]
+    path.unlink()
+    own.write_text(json.dumps({**json.loads(config), "eos_token_id": [last, 10**9]}))
+    try:
+        with load(model) as llm:
+            answer = model.answer(list(b"Once"), 3)
+            params = SamplingParams(temperature=0.0, max_tokens=24)
+            assert ids_of(llm.generate("Once", params)[0]) == answer[: answer.index(last) + 1]
+    finally:
+        path.write_text(before)
+        own.write_text(config)
+
+
 def test_stream_says_the_same_piece_by_piece(model: Model, llm: LLM) -> None:
     expected = model.answer(list(b"Once"), 24)
     parts = list(llm.stream("Once", greedy(24)))

@@ -1599,6 +1599,19 @@ ODD: dict[str, tuple[str, dict[str, Any], type[NanovllmError], str]] = {
     "another activation of experts": (
         "solar open, 3 of 5 and shared", {"hidden_act": "mish"}, UnsupportedError, "activation 'mish' is not supported",
     ),
+    **{
+        f"other scores of a {name}": (case, {"scoring_func": scores}, UnsupportedError, f"weighed by {scores!r}")
+        for name, case, scores in (
+            ("DeepSeek-V2", "deepseek v2, 3 of 5 and shared", "sigmoid"),
+            ("DeepSeek-V3", "deepseek v3, 3 of 8 in two of four groups", "softmax"),
+            ("DeepSeek-V3.2", "deepseek v3.2, 9 of what is before", "softmax"),
+            ("GLM-5", "glm 5, a layer goes by another", "softmax"),
+            ("GLM-4.7-Flash", "glm4 moe lite, 3 of 5 and shared", "softmax"),
+        )
+    },
+    "another activation that is held": (
+        "hy 4, a layer goes by another", {"hidden_act": "gelu"}, UnsupportedError, "activation 'gelu' that is held at",
+    ),
     "scores of a Solar": ("solar open, 3 of 5 and shared", {"scoring_func": "sqrtsoftplus"}, UnsupportedError, "'sqrtsoftplus'"),
     "a Hunyuan of other sizes by layer": (
         "hunyuan moe, 3 of 5 and shared, another base", {"moe_topk": [3, 2]}, UnsupportedError,

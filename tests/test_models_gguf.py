@@ -38,6 +38,7 @@ from transformers import (
 )
 
 from engines import SMALL, add_shape, random_model, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from test_models import CASES as TEXTS
 from test_models import DELTA, DIVISORS, GEMMA_3N, LFM2_LAYERS, ORIGINAL, prompts
@@ -668,6 +669,31 @@ def test_a_granite_file_may_have_no_positions(tmp_path: Path) -> None:
 
     worker = worker_for(write(tmp_path / "m.gguf", "granite", random_model(CASES["granite"][1]), without))
     assert {block.mixer.rope for block in worker.spec.blocks} == {None}
+
+
+@pytest.mark.parametrize(
+    ("keys", "factor"),
+    [({"rope.scaling.factor": 4.0}, 4.0), ({"rope.scale_linear": 4.0}, 4.0),
+     ({"rope.scaling.type": "none", "rope.scaling.factor": 4.0}, 1.0),
+     ({"rope.scaling.type": "none", "rope.scale_linear": 4.0}, 1.0)],
+)  # fmt: skip
+def test_positions_are_divided_by_a_factor_unless_a_file_says_none(keys: dict[str, Any], factor: float, tmp_path: Path) -> None:
+    """llama.cpp's `load_hparams` has "linear" where no type is."""
+    arch, config, add = CASES["qwen2"]
+    base = write(tmp_path / "m.gguf", arch, random_model(config), add)
+    changed = written_anew(base, tmp_path / "changed.gguf", {f"{arch}.{key}": value for key, value in keys.items()})
+    rope = {"rope_type": "linear", "factor": factor, "rope_theta": config.rope_parameters["rope_theta"]}
+    expected = random_model(type(config)(**config.to_dict() | {"rope_parameters": rope}))
+    assert difference(logits_of(worker_for(changed), prompts(500)), expected_logits(expected, prompts(500))) < 1e-4
+
+
+@pytest.mark.parametrize("kind", ["linear", "yarn"])
+def test_positions_with_divisors_are_not_divided_again(kind: str, tmp_path: Path) -> None:
+    arch, config, add = CASES["gemma4, keys of other layers"]
+    base = write(tmp_path / "m.gguf", arch, random_model(config), add)
+    keys = {f"{arch}.rope.scaling.type": kind, f"{arch}.rope.scaling.factor": 4.0}
+    with pytest.raises(UnsupportedError, match=f"'{kind}' beside a tensor 'rope_freqs.weight'"):
+        worker_for(written_anew(base, tmp_path / "changed.gguf", keys))
 
 
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}

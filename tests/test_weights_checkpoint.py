@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 import torch
 from safetensors.torch import save_file
+from transformers import GenerationConfig
 
 from nanovllm_cli.errors import (
     AccessRefusedError,
@@ -56,6 +57,22 @@ def test_folder_gives_config_and_generation_config(tmp_path: Path) -> None:
     (tmp_path / "generation_config.json").write_text('{"temperature": 0.6}')
     with open_checkpoint(tmp_path) as checkpoint:
         assert checkpoint.generation_config == {"temperature": 0.6}
+
+
+@pytest.mark.parametrize(
+    ("config", "ends"),
+    [({"eos_token_id": 7}, 7), ({"eos_token_id": [7, 9], "text_config": {"eos_token_id": 1}}, [7, 9]),
+     ({"eos_token_id": None, "text_config": {"eos_token_id": 1}}, 1), ({"eos_token_id": 0}, 0), ({"text_config": {}}, None)],
+)  # fmt: skip
+def test_ends_are_config_jsons_where_no_generation_config_is(config: dict[str, Any], ends: Any, tmp_path: Path) -> None:
+    hf(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    assert GenerationConfig.from_model_config({**config}).eos_token_id == ends
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.generation_config == ({} if ends is None else {"eos_token_id": ends})
+    (tmp_path / "generation_config.json").write_text("{}")
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.generation_config == {}
 
 
 def test_model_is_taken_before_its_duplicates(tmp_path: Path) -> None:

@@ -17,6 +17,7 @@ from nanovllm_cli.models.experts import (
     BY_SIGMOID,
     BY_SOFTMAX,
     DEEPSEEK_KEYS,
+    check_scoring,
     layers_without_experts,
     only_behind_the_first,
 )
@@ -59,6 +60,8 @@ def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError("latent attention with biases is not supported", ANOTHER)
     if read.integer("moe_layer_freq", 1) != 1:
         raise UnsupportedError("experts in some layers only are not supported", ANOTHER)
+    if spec.mixture is not None:
+        check_scoring(read, spec.mixture.scoring)
     heads, latent = spec.attention.num_heads, latent_dims(read)
     max_position = read.integer("max_position_embeddings", 2048)
     rope = replace(rope_from_hf(read, latent.rotary_dim, max_position), interleaved=read.flag("rope_interleave", True))

@@ -157,19 +157,30 @@ def held(spec: ModelSpec, limits: list[float | None], shared: list[float | None]
 
     def of_layer(mlp: MLPSpec | MoESpec | None, limit: float | None, of_all: float | None) -> MLPSpec | MoESpec | None:
         if isinstance(mlp, MoESpec):
-            own = None if mlp.shared is None else replace(mlp.shared, limit=of_all)
-            return replace(mlp, expert=replace(mlp.expert, limit=limit), shared=own)
-        return None if mlp is None else replace(mlp, limit=of_all)
+            own = None if mlp.shared is None else limited(mlp.shared, of_all)
+            return replace(mlp, expert=limited(mlp.expert, limit), shared=own)
+        return None if mlp is None else limited(mlp, of_all)
 
     each = zip(spec.blocks, limits, shared, strict=True)
     return replace(spec, blocks=tuple(replace(block, mlp=of_layer(block.mlp, *own)) for block, *own in each))
 
 
+def limited(mlp: MLPSpec, limit: float | None) -> MLPSpec:
+    """The same with this limit; UnsupportedError for another activation than the one that is known with one."""
+    if limit is not None and mlp.activation != "silu":
+        raise UnsupportedError(f"activation {mlp.activation!r} that is held at {limit:g} is not supported", "known: silu")
+    return replace(mlp, limit=limit)
+
+
 def scored_by_sigmoids(spec: ModelSpec, read: ConfigReader, key: str = "scoring_func") -> ModelSpec:
     """The same; UnsupportedError where its config names another function of the router's logits."""
-    if (name := read.text(key, "sigmoid")) != "sigmoid":
-        raise UnsupportedError(f"{read.where}: experts that are weighed by {name!r}", "known: sigmoid")
+    check_scoring(read, "sigmoid", key)
     return spec
+
+
+def check_scoring(read: ConfigReader, known: str, key: str = "scoring_func") -> None:
+    if (name := read.text(key, known)) != known:
+        raise UnsupportedError(f"{read.where}: experts that are weighed by {name[:40]!r}", f"known: {known}")
 
 
 def _scoring(read: ConfigReader, key: str) -> Literal["softmax", "sigmoid"]:

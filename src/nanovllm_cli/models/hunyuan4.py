@@ -13,7 +13,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK3
-from nanovllm_cli.models.experts import DEEPSEEK_KEYS, layers_without_experts
+from nanovllm_cli.models.experts import DEEPSEEK_KEYS, layers_without_experts, limited
 from nanovllm_cli.models.family import no_file
 from nanovllm_cli.models.rotary import woven
 from nanovllm_cli.models.sparse import SPARSE_HF_NAMES, sparse_from_hf
@@ -50,7 +50,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader, *, interleaved: bool = False) 
         return spec
 
     def of_layer(mlp: Any) -> Any:
-        return replace(mlp, expert=replace(mlp.expert, limit=limit, gate_held=True)) if isinstance(mlp, MoESpec) else mlp
+        return replace(mlp, expert=replace(limited(mlp.expert, limit), gate_held=True)) if isinstance(mlp, MoESpec) else mlp
 
     return spec.each_mlp(of_layer)
 

@@ -13,7 +13,7 @@ from nanovllm_cli.model_spec import ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import QWEN2
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none
 from nanovllm_cli.models.names import QWEN_NAMES, projections
 from nanovllm_cli.models.rotary import woven
 
@@ -137,6 +137,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], t
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     """Earlier versions of llama.cpp have each so many-th layer with attention, and read no list."""
     is_linear = [isinstance(mixer, DeltaSpec) for mixer in spec.mixers]
+    has_none(f"a {spec.architecture} model", attention_in_all_layers=not any(is_linear))
     delta = next(mixer for mixer in spec.mixers if isinstance(mixer, DeltaSpec))
     keys: dict[str, GGUFField] = {
         "ssm.conv_kernel": delta.width, "ssm.state_size": delta.key_dim, "ssm.group_count": delta.num_keys,

@@ -129,13 +129,14 @@ def rope_from_gguf(
         if read.has(key("rope.scaling.attn_factor")):
             spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
         return spec
-    if divisors:
-        return replace(base, scaling="divisors", short_divisors=divisors)
-    kind = read.text(key("rope.scaling.type"), "none")
-    if kind == "none" and read.has(key("rope.scale_linear")):
-        kind = "linear"
+    kind = read.text(key("rope.scaling.type"), "linear")  # as llama.cpp has it where files say a factor alone
     factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
-    if kind == "none" or factor == 1.0:
+    is_scaled = kind != "none" and factor != 1.0
+    if divisors:
+        if is_scaled:
+            raise UnsupportedError(f"rope scaling {kind[:80]!r} beside a tensor 'rope_freqs.weight' is not supported", ANOTHER)
+        return replace(base, scaling="divisors", short_divisors=divisors)
+    if not is_scaled:
         return base
     if kind not in ("linear", "yarn"):
         raise UnsupportedError(f"rope scaling {kind[:80]!r} in GGUF is not supported", "known: none, linear, yarn, longrope")

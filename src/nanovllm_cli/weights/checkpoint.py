@@ -77,7 +77,7 @@ class Checkpoint(ABC):
     """What every format offers. `path` is what was opened.
 
     `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types.
-    `generation_config` is generation_config.json, or what a GGUF says about sampling under the same names, or {}.
+    `generation_config` is generation_config.json, else the ends in config.json, or what a GGUF says of it under the same names.
     `apart`: no tensor holds several matrices, or one in another way than models have it (`stacked.py`), whatever it is called.
     A tensor that was handed out stays valid after `close()`. `has_numbers`: tensors are those of a training, and are there.
     """
@@ -262,7 +262,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
         folder = folder_of(path)
         try:
             self.config = _read_config(folder)
-            self.generation_config = read_generation_config(folder)
+            self.generation_config = read_generation_config(folder, self.config)
         except NanovllmError:
             self.close()
             raise
@@ -433,10 +433,13 @@ def as_published(config: Mapping[str, Any]) -> Mapping[str, Any]:
     return {key: value for key, value in config.items() if key != "text_config"}
 
 
-def read_generation_config(folder: Path) -> Mapping[str, Any]:
-    """{} where the folder has none."""
-    path = folder / "generation_config.json"
-    return read_json_file(path, MAX_CONFIG_BYTES) if path.exists() else {}
+def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """Where the folder has none, the ends that config.json names, as in transformers' `GenerationConfig.from_model_config`."""
+    path, inner = folder / "generation_config.json", config.get("text_config")
+    if path.exists():
+        return read_json_file(path, MAX_CONFIG_BYTES)
+    named = [each.get("eos_token_id") for each in (config, inner) if isinstance(each, Mapping)]
+    return next(({"eos_token_id": ends} for ends in named if ends is not None), {})
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

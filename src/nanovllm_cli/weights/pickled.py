@@ -61,7 +61,7 @@ class PickledCheckpoint(Checkpoint):
         self.path = path
         files = _files(path)
         self.config = read_json_file(folder_of(path) / "config.json", MAX_CONFIG_BYTES, infinity=True)
-        self.generation_config = read_generation_config(folder_of(path))
+        self.generation_config = read_generation_config(folder_of(path), self.config)
         self._child = subprocess.Popen(
             [sys.executable, "-P", "-m", "nanovllm_cli.weights.pickled_child", *map(str, files)],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, bufsize=0,
