@@ -474,7 +474,7 @@ def good_gguf(tmp_path_factory: pytest.TempPathFactory) -> Path:
 GGUF_KEYS: dict[str, tuple[dict[str, Any], Expected]] = {
     "unknown architecture": (
         {"general.architecture": "rwkv7"},
-        Expected(UnsupportedError, ("unknown architecture 'rwkv7'", "known: afmoe, apertus, arcee, bailingmoe2, ")),
+        Expected(UnsupportedError, ("unknown architecture 'rwkv7'", "known: afmoe, apertus, arcee, baichuan, ")),
     ),
     "no architecture": ({"general.architecture": MISSING}, Expected(CheckpointError, ("no 'general.architecture'",))),
     "no heads": (
