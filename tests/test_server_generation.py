@@ -13,16 +13,18 @@ from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any, cast
 
+import msgspec
 import pytest
 
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.server import generation
+from nanovllm_cli.server import generation, logprobs
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.engine_stream import EngineStream
@@ -230,6 +232,29 @@ def piece(text: str, ids: Sequence[int] = (1,), finish: Any = None, **more: Any)
 
 def asked(**more: Any) -> ChatAsked:
     return ChatAsked(MESSAGES, more.pop("params", SamplingParams()), **more)
+
+
+def test_log_probabilities_of_all_answers_have_a_bound(run: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(logprobs, "MOST_LOGPROBS", 12)
+    each = TokenLogprobs(1, -0.5, 1, ((1, -0.5), (2, -1.5)))
+
+    def told(*texts: str) -> list[Piece]:
+        return [msgspec.structs.replace(piece(text, index=i), logprobs=[each]) for i, text in enumerate(texts)]
+
+    async def scenario(house: House) -> tuple[str, int | None]:
+        text = ""
+        async with house.begun(asked(params=SamplingParams(n=2, logprobs=2))) as generation:
+            try:
+                async for events in generation:
+                    text += "".join(event.text for event in events)
+            except ApiError as error:
+                return text, error.status
+        return text, None
+
+    assert run(scenario(House(told("a", "b"), told("c", "d")))) == ("acbd", None)
+    house = House(told("a", "b"), told("c", "d"), told("e", "f"), told("g", "h"), ends=False)
+    assert run(scenario(house)) == ("acegbdfh", 400)
+    assert house.engine.aborted == 1
 
 
 def test_an_answer_is_taken_apart(run: Any) -> None:

@@ -24,7 +24,7 @@ from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE, chat_prompt
-from nanovllm_cli.server.logprobs import check_prompt_logprobs
+from nanovllm_cli.server.logprobs import check_logprobs, check_prompt_logprobs
 from nanovllm_cli.server.messages import Output, Piece
 from nanovllm_cli.server.observer import Observer, Operation, Watch
 from nanovllm_cli.server.ports import (
@@ -197,6 +197,7 @@ class _Counts:
     cached: int = 0
     completion: int = 0
     reasoning: int = 0
+    logprobs: int = 0
 
 
 class LiveGeneration:
@@ -250,6 +251,7 @@ class LiveGeneration:
                 # What was drawn before a failure is told first, whether it was heard together with it or not.
                 if events := self._events(output):
                     yield events
+                check_logprobs(self._counts.logprobs)
                 for piece in output.pieces:
                     if piece.error is not None:
                         raise _failure(piece)
@@ -292,6 +294,8 @@ class LiveGeneration:
             finish = self._finish_reason(piece, parser)
         num_held = parser.num_held if finish is None else 0
         self._counts.completion += len(piece.token_ids)
+        if piece.logprobs is not None:
+            self._counts.logprobs += sum(1 + len(each.top) for each in piece.logprobs)
         if self._counters:
             counter, ends = self._counters[piece.index], bool(content or calls)
             self._counts.reasoning += counter.take(piece.token_ids, piece.text, reasoning, ends=ends, num_held=num_held)

@@ -28,6 +28,9 @@ _encode = msgspec.json.Encoder().encode
 MOST_PROMPT_LOGPROBS = 1 << 21
 """Of one request's prompts. Until the answer is written all of them are values, some 250 bytes each, in two processes."""
 
+MOST_LOGPROBS = 1 << 22
+"""Of one request's answers, some 100 bytes each in two processes."""
+
 LOWEST = -9999.0
 """Instead of minus infinity, which JSON cannot say (OpenAI's)."""
 
@@ -40,6 +43,13 @@ def check_prompt_logprobs(num_tokens: int, params: SamplingParams) -> None:
     if wanted > MOST_PROMPT_LOGPROBS:
         told = f"{wanted} log-probabilities of {num_tokens} prompt tokens are more than one request may ask for"
         raise invalid_value(f"{told}, {MOST_PROMPT_LOGPROBS}", "prompt_logprobs")
+
+
+def check_logprobs(count: int) -> None:
+    """count: of all answers so far, of which nobody knows beforehand how long they become. Raises ApiError 400."""
+    if count > MOST_LOGPROBS:
+        told = f"{MOST_LOGPROBS} log-probabilities of all answers are the most that one request may have"
+        raise invalid_value(f"{told}: ask for fewer, or for shorter answers", "logprobs")
 
 
 class TextTokens:
