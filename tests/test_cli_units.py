@@ -37,7 +37,7 @@ from nanovllm_cli.cli.settings import (
     project_file,
     user_file,
 )
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, RopeChange
 from nanovllm_cli.errors import AccessRefusedError, ModelNotFoundError, OutputError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.control_filter import ControlFilter
@@ -251,6 +251,16 @@ def test_a_run_that_cannot_be_kept_leaves_none_before_it_to_be_continued(tmp_pat
     history.save(history.LastRun("tiny", text="two"))
     with pytest.raises(UsageError, match="there is no run to continue"):
         history.load()
+
+
+def test_a_run_goes_on_with_what_made_its_model_another(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
+    said = EngineConfig(rope=RopeChange("yarn", 4.0), overrides={"a": {"b": 1}, "c": "x"})  # type: ignore[arg-type]
+    changes = {"rope": list(said.rope), "overrides": [list(each) for each in said.overrides]}
+    history.save(history.LastRun("tiny", text="one", changes=changes))
+    assert history.load().beside(EngineConfig()) == said
+    other = EngineConfig(rope=RopeChange("linear", 2.0), overrides={"d": 2})  # type: ignore[arg-type]
+    assert history.load().beside(other) == other, "what is said anew counts"
 
 
 def test_messages_stay_on_one_line() -> None:
@@ -655,7 +665,10 @@ def test_aliases_in_a_circle(config: Path) -> None:
     assert settings.resolve("c") == "c"
 
 
-@pytest.mark.parametrize("kept", [b"[" * 100_000, b'{"model": [], "text": ""}', b"null", b"\xff", b"1" * 5000])
+@pytest.mark.parametrize("kept", [b"[" * 100_000, b'{"model": [], "text": ""}', b"null", b"\xff", b"1" * 5000,
+    b'{"model": "tiny", "text": "", "changes": {"rope": 5}}', b'{"model": "tiny", "text": "", "changes": {"overrides": [[1]]}}',
+    b'{"model": "tiny", "text": "", "changes": {"device": "cuda"}}',
+])  # fmt: skip
 def test_a_damaged_last_run_is_none(kept: bytes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path))
     history.last_run_file().parent.mkdir()

@@ -166,8 +166,9 @@ class Answerer(Protocol):
         """Of a model in this process: absolute paths, and scales."""
 
     @property
-    def led_by(self) -> dict[str, Any]:
-        """Its control vectors, by the names of EngineConfig's fields for them; empty without any."""
+    def changes(self) -> dict[str, Any]:
+        """What else makes it another model than its files say, as JSON, by the names of EngineConfig's fields for it: control
+        vectors, rotary positions, overrides. Empty without any."""
 
     def settled(self, given: Given) -> Settled: ...
 

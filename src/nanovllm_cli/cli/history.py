@@ -6,29 +6,44 @@ import contextlib
 import json
 import logging
 import os
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from nanovllm_cli.cli.files import write_whole
-from nanovllm_cli.errors import OutputError, UsageError
+from nanovllm_cli.config import AS_TRAINED, EngineConfig, Lora, RopeChange
+from nanovllm_cli.errors import NanovllmError, OutputError, UsageError
 from nanovllm_cli.folders import state_folder
+from nanovllm_cli.overrides import Override
 
 log = logging.getLogger(__name__)
 
 Message = dict[str, Any]
+_VECTORS = ("control_vectors", "control_vector_layers")
 
 
 @dataclass(frozen=True, slots=True)
 class LastRun:
     """What was said. messages: a chat, its last answer included. text: prompt and answer of a run without a
-    template. lora: names and scales of the model's adapters. led_by: its control vectors, as `Answerer.led_by` has them."""
+    template. lora: names and scales of the model's adapters. changes: what else makes it another model, as `Answerer.changes` has
+    it."""
 
     model: str
     messages: list[Message] | None = None
     text: str | None = None
     lora: list[tuple[str, float]] = field(default_factory=list)
-    led_by: dict[str, Any] = field(default_factory=dict)
+    changes: dict[str, Any] = field(default_factory=dict)
+
+    def beside(self, config: EngineConfig) -> EngineConfig:
+        """`config` with adapters and changes where it says nothing of its own. Raises UsageError for what is none."""
+        own: dict[str, Any] = {"lora": tuple(Lora(*each) for each in self.lora)} if self.lora and not config.lora else {}
+        if not config.control_vectors:
+            own |= {name: self.changes[name] for name in _VECTORS if name in self.changes}
+        if config.rope == AS_TRAINED and "rope" in self.changes:
+            own["rope"] = RopeChange(*self.changes["rope"])
+        if not config.overrides and "overrides" in self.changes:
+            own["overrides"] = tuple(Override(tuple(path), value) for path, value in self.changes["overrides"])
+        return replace(config, **own)
 
 
 def last_run_file() -> Path:
@@ -55,9 +70,10 @@ def load() -> LastRun:
         run = LastRun(**fields)
         if not _is_whole(run):
             raise ValueError("unexpected fields")
+        run.beside(EngineConfig())
     except FileNotFoundError as failure:
         raise UsageError("there is no run to continue", _why_none(path)) from failure
-    except (OSError, ValueError, TypeError, RecursionError) as failure:
+    except (OSError, ValueError, TypeError, RecursionError, NanovllmError) as failure:
         raise UsageError(
             f"the last run in {path} cannot be read: {failure}", "start anew, without --continue"
         ) from failure
@@ -76,7 +92,7 @@ def _is_whole(run: LastRun) -> bool:
         return False
     if not (isinstance(run.lora, list) and all(isinstance(each, list) and len(each) == 2 for each in run.lora)):
         return False
-    if not isinstance(run.led_by, dict) or run.led_by.keys() - {"control_vectors", "control_vector_layers"}:
+    if not isinstance(run.changes, dict) or run.changes.keys() - {*_VECTORS, "rope", "overrides"}:
         return False
     if run.messages is None:
         return isinstance(run.text, str)

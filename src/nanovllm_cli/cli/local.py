@@ -189,8 +189,7 @@ class LocalAnswerer:
         own = [str(getattr(llm.resolved, name, None)) for name in ("path", "repo", "revision", "quant")]
         own += [f"{name} {scale}" for name, scale in self.adapters]
         own += [f"{name}={Path(path).resolve()}" for name, path in llm.lora_modules]
-        own += [str(self.led_by)] if config.control_vectors else []
-        own += [f"{name}={list(said)}" for name, said in (("rope", config.rope), ("overrides", config.overrides)) if any(said)]
+        own += [str(self.changes)] if self.changes else []
         beside = [path for path, _ in (*llm.lora, *config.control_vectors)]
         beside += [*(path for _, path in llm.lora_modules), *filter(None, [llm.mmproj])]
         own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside)]
@@ -211,9 +210,16 @@ class LocalAnswerer:
         return [(str(Path(name).resolve()), scale) for name, scale in self._llm.lora]
 
     @property
-    def led_by(self) -> dict[str, Any]:
-        vectors = [(str(Path(path).resolve()), scale) for path, scale in self._config.control_vectors]
-        return {"control_vectors": vectors, "control_vector_layers": self._config.control_vector_layers} if vectors else {}
+    def changes(self) -> dict[str, Any]:
+        config, found = self._config, dict[str, Any]()
+        if config.control_vectors:
+            found["control_vectors"] = [(str(Path(path).resolve()), scale) for path, scale in config.control_vectors]
+            found["control_vector_layers"] = config.control_vector_layers
+        if any(config.rope):
+            found["rope"] = list(config.rope)
+        if config.overrides:
+            found["overrides"] = [list(each) for each in config.overrides]
+        return found
 
     def settled(self, given: Given) -> Settled:
         return Settled(self._prompting.settled_for_all(given))

@@ -146,7 +146,7 @@ class RemoteAnswerer:
         return []
 
     @property
-    def led_by(self) -> dict[str, Any]:
+    def changes(self) -> dict[str, Any]:
         return {}
 
     @property

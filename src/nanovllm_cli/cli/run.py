@@ -32,7 +32,6 @@ from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
-from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
 if TYPE_CHECKING:
@@ -93,8 +92,7 @@ def run(
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
             name = last.model
-            config = dataclasses.replace(config, lora=config.lora or tuple(Lora(*each) for each in last.lora))
-            config = config if config.control_vectors else dataclasses.replace(config, **last.led_by)
+            config = last.beside(config)
         if prompt.lora_modules and prompt.batch is not None:
             config = dataclasses.replace(config, lora_modules=tuple(prompt.lora_modules))
         name = named_model(ctx.obj, name, EXAMPLE)
@@ -233,7 +231,7 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None
 
 def _save(answerer: Answerer, question: Question, content: str) -> None:
     """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
-    beside: dict[str, Any] = {"lora": answerer.adapters, "led_by": answerer.led_by}
+    beside: dict[str, Any] = {"lora": answerer.adapters, "changes": answerer.changes}
     if question.messages is None:
         history.save(history.LastRun(answerer.name, text=question.text + content, **beside))
         return
