@@ -8,6 +8,7 @@ from typing import Annotated, Any, Literal
 from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import ENGINE, MODEL, OUTPUT, PROMPT, typer_option
 from nanovllm_cli.config import AS_TRAINED, Activations, ControlVector, EngineConfig, Lora, RopeChange
+from nanovllm_cli.errors import UsageError
 
 Choice = Literal["on", "off"]
 
@@ -167,9 +168,13 @@ def control_vectors(
 
 
 def overrides(pairs: Sequence[parsers.Pairs] | None, text: str | None) -> dict[str, Any]:
-    """Those of --override-kv, each of which may name several, and of --hf-overrides. Raises UsageError."""
+    """Those of --override-kv, each of which may name several, and of --hf-overrides. Raises UsageError, also for two of one name."""
     said = {} if text is None else parsers.json_object("--hf-overrides", text, '{"num_experts_per_tok": 4}')
-    return {**dict(pair for several in pairs or () for pair in several), **said}
+    each = [*(pair for several in pairs or () for pair in several), *said.items()]
+    names = [name for name, _ in each]
+    if (twice := next((name for name in names if names.count(name) > 1), None)) is not None:
+        raise UsageError(f"{twice} has two other values", "leave one of them out of --override-kv and --hf-overrides")
+    return dict(each)
 
 
 def rope_change(told: RopeChange | None, scale: float | None, base: float | None, original_len: int | None) -> RopeChange:
