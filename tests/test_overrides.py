@@ -203,7 +203,7 @@ def test_what_other_settings_cost_is_measured(words: list[str], tmp_path: Path) 
         (["--override-kv", "num_hidden_layers=int:2,rope_theta=float:5e5", "--json"], 0, '"layers": 2'),
         (["--override-kv", "hidden_layers=int:2"], 2, "hint: did you mean num_hidden_layers?"),
         (["--override-kv", "rope_theta=float:5e5,rope_theta=float:4e5"], 2, "rope_theta has two other values"),
-        (["--override-kv", "rope_theta=float:5e5", "--hf-overrides", '{"rope_theta": 4e5}'], 2, "rope_theta has two other values"),
+        (["--override-kv", "rope_theta=float:5e5", "--hf-overrides", '{"rope_theta": 4e5}'], 2, "has two other values"),
         (["--override-kv", "num_hidden_layers=2"], 2, "KEY=TYPE:VALUE"),
         (["--hf-overrides", '{"num_hidden_layers": "two"}'], 2, "num_hidden_layers is a whole number in the model's files"),
         (["--hf-overrides", "num_hidden_layers=2"], 2, "--hf-overrides is not"),

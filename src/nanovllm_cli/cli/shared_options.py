@@ -168,7 +168,7 @@ def control_vectors(
 
 
 def overrides(pairs: Sequence[parsers.Pairs] | None, text: str | None) -> dict[str, Any]:
-    """Those of --override-kv, each of which may name several, and of --hf-overrides. Raises UsageError, also for two of one name."""
+    """Those of --override-kv, each of which may name several, and of --hf-overrides. Raises UsageError, for two of a name too."""
     said = {} if text is None else parsers.json_object("--hf-overrides", text, '{"num_experts_per_tok": 4}')
     each = [*(pair for several in pairs or () for pair in several), *said.items()]
     names = [name for name, _ in each]
