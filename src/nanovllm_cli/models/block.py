@@ -24,7 +24,7 @@ from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer
 from nanovllm_cli.layers.rescaling import RescaledJoin
-from nanovllm_cli.layers.scan import Scan
+from nanovllm_cli.layers.scan import HeadScan, Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.mixer_spec import (
     AheadSpec,
@@ -223,6 +223,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return ChannelDelta(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
+        case ScanSpec(heads=heads) if heads:
+            return HeadScan(spec, norm, width, kit)
         case ScanSpec():
             return Scan(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):

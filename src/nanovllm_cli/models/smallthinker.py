@@ -1,6 +1,5 @@
 """SmallThinker (Song et al. 2025): experts are chosen by what a layer finds, before its attention, and their gates are ReLUs. In
-the larger one most layers have a window, and only those have positions. PLaMo 3, of which GGUF files alone are read: norms of
-heads, and of what attention and MLP read and add.
+the larger one most layers have a window, and only those have positions.
 """
 
 from __future__ import annotations
@@ -16,7 +15,8 @@ from nanovllm_cli.models.exaone import turned_in_windows
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, has_none, usual_keys
-from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES, each_expert
+from nanovllm_cli.models.names import each_expert
+from nanovllm_cli.models.plamo import check_dims_in_windows
 
 _EVERY, _WINDOW = 4, 4096
 """Of files: every so many-th layer, from the first on, sees all and has no positions, where there is a window; which is that for
@@ -77,18 +77,11 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         same = pattern == _EVERY
     if not same:
         raise UnsupportedError(f"{read.where}: a SmallThinker with other windows than in all layers but each fourth", ANOTHER)
-    _check_rotating(spec, read, key)
+    check_dims_in_windows(spec, read, key)
     if any(own.window is not None for own in spec.attentions):
         base = key("rope.freq_base_swa")
         spec = turned_in_windows(spec).each_rope(lambda rope: replace(rope, theta=read.number(base, rope.theta)))
     return _made(spec)
-
-
-def _check_rotating(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> None:
-    for dim in {rope.dim for rope in spec.ropes}:
-        if (local := read.integer(key("rope.dimension_count_swa"), dim)) != dim:
-            what = f"{local} rotary dims in layers with a window, where others have {dim}"
-            raise UnsupportedError(f"{read.where}: {what}", ANOTHER)
 
 
 def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -103,14 +96,6 @@ def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     )  # fmt: skip
     has_none("a SmallThinker", other_windows_and_positions_than_published_ones=not (with_windows or without))
     return {}
-
-
-def _plamo3_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    value_dim = read.integer(key("attention.value_length"), spec.attention.head_dim)
-    if value_dim > spec.attention.head_dim:
-        raise UnsupportedError(f"{read.where}: values of {value_dim} numbers, which are wider than keys", ANOTHER)
-    _check_rotating(spec, read, key)
-    return spec.with_attention(value_dim=None if value_dim == spec.attention.head_dim else value_dim)
 
 
 SMALLTHINKER = Family(
@@ -138,17 +123,3 @@ SMALLTHINKER = Family(
     gguf_activation="relu_gated",
     gguf_keys=_gguf_keys,
 )  # fmt: skip
-PLAMO3 = Family(
-    "plamo3",
-    order="sandwich",
-    qk_norm=True,
-    has_window=True,
-    full_every=8,
-    local_theta=10000.0,
-    narrow_values=True,
-    fused_qkv=True,
-    fused_mlp=True,
-    gguf_names={ours: theirs.removesuffix(".weight") for ours, theirs in SANDWICH_GGUF_NAMES.items()},
-    gguf=_plamo3_from_gguf,
-    gguf_keys=None,
-)
