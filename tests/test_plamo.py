@@ -24,7 +24,10 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
 from test_cuda_engine import PROMPTS, depend_on_the_request_alone, engine_on, tokens
 from test_cuda_quantized import worker_on
+from test_llamas import CASES as OTHERS
+from test_llamas import random_tensors as tensors_of_another
 from test_llamas import turned
+from test_llamas import write as write_another
 from test_models import prompts
 from test_quant_engine import difference, logits_of
 
@@ -220,3 +223,40 @@ def test_a_gpus_tokens_are_the_formulas_but_for_ties(model: tuple[Case, Tensors,
 def test_keys_that_can_not_be_followed(keys: dict[str, Any], kind: type[NanovllmError], said: str, tmp_path: Path) -> None:
     with pytest.raises(kind, match=said):
         worker_for(write(tmp_path / "m.gguf", CASES["plamo2"], random_tensors(CASES["plamo2"]), **keys))
+
+
+@pytest.fixture(scope="module", params=["plamo3", "plamo3 without windows"])
+def third(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    case = OTHERS[request.param]
+    return write_another(tmp_path_factory.mktemp("plamo3") / "m.gguf", "plamo3", case, tensors_of_another(case))
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_tokens_of_a_plamo_3_are_the_same_in_chunks_behind_prefixes_and_alone(quant: str | None, third: Path) -> None:
+    settings = {} if quant is None else {"quant": quant}
+    check_chunks_and_prefixes(worker_for(third, deterministic=True, **settings), prompts(4000))
+
+
+@needs_emulation
+def test_a_plamo_3_on_a_gpu(third: Path) -> None:
+    """Values narrower than keys, out of one matrix with them."""
+    recorded, eager = EmulatedDevice(), EmulatedDevice()
+    answers = tokens(engine_on(third, recorded), greedy(6))
+    assert recorded.graphs
+    assert tokens(engine_on(third, eager, eager=True), greedy(6)) == answers
+    on_gpu, on_cpu = worker_on(third, EmulatedDevice()), worker_for(third, dtype="bfloat16")
+    assert difference(logits_of(on_gpu, PROMPTS), logits_of(on_cpu, PROMPTS)) < 0.05
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"attention.value_length": 16}, "values of 16 numbers, which are wider than keys"),
+        ({"rope.dimension_count_swa": 4}, "4 rotary dims in layers with a window, where others have 8"),
+    ],
+    ids=str,
+)
+def test_keys_of_a_plamo_3_that_can_not_be_followed(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    case = OTHERS["plamo3"]
+    with pytest.raises(UnsupportedError, match=said):
+        worker_for(write_another(tmp_path / "m.gguf", "plamo3", case, tensors_of_another(case), **keys))

@@ -23,7 +23,7 @@ from nanovllm_cli.quantization.walk import Walk
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
 from test_convert_families import make_gguf
 from test_cuda_engine import PROMPTS, depend_on_the_request_alone, engine_on, tokens
-from test_llamas import CASES, SMALLTHINKER, expected, folder_of, random_tensors
+from test_llamas import CASES, SMALLTHINKER, expected, folder_of, random_tensors, write
 from test_models import prompts
 from test_quant_engine import difference, logits_of
 
@@ -155,3 +155,26 @@ def test_what_a_config_leaves_out_is_the_smaller_ones() -> None:
     assert all(attention.window is None and attention.rope is not None for attention in spec.attentions)
     assert math.isclose(sum(block.num_weights(1536) for block in spec.blocks) + 151936 * 1536, 4e9, rel_tol=0.02)
     assert math.isclose(sum(block.num_active(1536) for block in spec.blocks), 0.6e9, rel_tol=0.06)
+
+
+@pytest.mark.parametrize(
+    ("keys", "said"),
+    [
+        ({"expert_weights_scale": 1.5}, "weights of experts times 1.5"),
+        ({"attention.sliding_window_pattern": 2}, "other windows than in all layers but each fourth"),
+        ({"rope.dimension_count_swa": 4}, "4 rotary dims in layers with a window"),
+        ({"expert_gating_func": 3}, "experts that are not weighed by a softmax or a sigmoid"),
+    ],
+    ids=str,
+)
+def test_files_that_can_not_be_followed(keys: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match=said):
+        worker_for(write(tmp_path / "m.gguf", "smallthinker", CASE, TENSORS, **keys))
+
+
+def test_windows_of_a_file_may_have_a_rotary_base_of_their_own(tmp_path: Path) -> None:
+    """llama.cpp reads it of this architecture, too; its converter does not write it."""
+    ids = prompts(4000)[4]
+    worker = worker_for(write(tmp_path / "m.gguf", "smallthinker", CASE, TENSORS, **{"rope.freq_base_swa": 1e3}), dtype="float32")
+    wanted = expected(replace(CASE, bases=(1e4, 1e3)), TENSORS, ids)
+    assert difference(logits_of(worker, [ids]), wanted) < 1e-4
