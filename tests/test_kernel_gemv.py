@@ -100,7 +100,9 @@ def test_without_a_gate_it_is_what_two_kernels_leave(rows: int, outputs: int, wi
     assert ((got.double() - expected).abs() <= 2.0**-6 * expected + 1e-5).all(), "three roundings at most"
 
 
-@pytest.mark.parametrize("activation", ["gelu_tanh", "gelu", "swiglu_oai", "relu2", "relu2_gated", "lone_gelu", "lone_gelu_tanh"])
+@pytest.mark.parametrize(
+    "activation", ["gelu_tanh", "gelu", "swiglu_oai", "relu2", "relu2_gated", "relu_gated", "lone_gelu", "lone_gelu_tanh"]
+)
 def test_activations(activation: str) -> None:
     x, weight = torch.eye(8, 16, dtype=FP16), 3 * random(34, 16, dtype=FP16)
     got = gemv(Emulator(), x, weight, None, activation=activation)

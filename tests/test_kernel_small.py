@@ -178,7 +178,7 @@ def test_gpt_oss_bounds_the_gate_from_above_and_up_from_both_sides() -> None:
     close_to_rounding(got, gate / (1 + (-1.702 * gate).exp()) * (up + 1), sums=0.0)
 
 
-@pytest.mark.parametrize("kind", ["silu", "swiglu_oai", "relu2_gated"])
+@pytest.mark.parametrize("kind", ["silu", "swiglu_oai", "relu2_gated", "relu_gated"])
 def test_activation_passes_nan_on(kind: str) -> None:
     x = torch.ones(1, 32, dtype=BF16)
     x[0, 3] = x[0, 20] = torch.nan
@@ -199,6 +199,9 @@ def test_what_is_above_zero_is_squared(dtype: torch.dtype) -> None:
     ups = torch.full_like(x, 0.5)
     gated = activation.gated_activation(Emulator(), torch.cat([x, ups], 1), "relu2_gated")
     assert torch.equal(gated[:, :-1], (x.double().relu().square() / 2).to(dtype)[:, :-1])
+    assert gated[0, -1].isnan()
+    gated = activation.gated_activation(Emulator(), torch.cat([x, ups], 1), "relu_gated")
+    assert torch.equal(gated[:, :-1], (x.double().relu() / 2).to(dtype)[:, :-1])
     assert gated[0, -1].isnan()
 
 

@@ -119,7 +119,7 @@ def test_scale_equals_reference(cap: float, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    "activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "relu2_gated", "lone_gelu", "lone_gelu_tanh"]
+    "activation", ["silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "relu2_gated", "relu_gated", "lone_gelu", "lone_gelu_tanh"]
 )
 def test_gated_activation_equals_reference(activation: str, dtype: torch.dtype) -> None:
     x = randn(5, 2 * 37, dtype=dtype) * 8

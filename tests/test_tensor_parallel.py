@@ -39,8 +39,13 @@ from nanovllm_cli.errors import CheckpointError, LostProcessError, ModelNotFound
 from nanovllm_cli.planning import estimate
 from nanovllm_cli.weights.source import resolve
 from rank_server import RankServer
+from test_llamas import CASES as WITHOUT_TRANSFORMERS
+from test_llamas import folder_of, random_tensors
 from test_llm import VOCAB, write_byte_tokenizer
 from test_models import CASES, DELTA, DELTA_LAYERS, MAMBA2, ZAMBA2
+from test_plamo import CASES as PLAMO2
+from test_plamo import random_tensors as tensors_of_plamo2
+from test_plamo import write as write_plamo2
 from tiny_adapter import write_adapter
 
 SHAPE = SMALL | {"hidden_size": 96, "head_dim": 32, "intermediate_size": 320, "num_hidden_layers": 2}
@@ -126,6 +131,16 @@ def test_attention_that_layers_share_ahead_of_their_states(tmp_path: Path, quick
     kinds = {"num_hidden_layers": 2, "num_mem_blocks": 1, "layers_block_type": ["hybrid", "hybrid"],
              "use_shared_attention_adapter": True}
     gives_the_same(save(random_model(Zamba2Config(**ZAMBA2 | wide | kinds)), tmp_path))
+
+
+def test_experts_that_are_chosen_before_attention(tmp_path: Path, quick: RankServer) -> None:
+    found = random_tensors(WITHOUT_TRANSFORMERS["smallthinker"])
+    gives_the_same(folder_of(tmp_path / "model", "smallthinker", found), dtype="float32")
+
+
+def test_scans_whose_heads_share(tmp_path: Path, quick: RankServer) -> None:
+    case = PLAMO2["plamo2"]
+    gives_the_same(write_plamo2(tmp_path / "model.gguf", case, tensors_of_plamo2(case)), dtype="float32")
 
 
 @pytest.mark.parametrize("name", FAMILIES)

@@ -1,9 +1,18 @@
-"""Numbers of an activation that checkpoints bring, as plain values."""
+"""Activations of MLPs by name, and numbers of one that checkpoints bring, as plain values."""
 
 from __future__ import annotations
 
 import math
 from dataclasses import dataclass
+from typing import Literal
+
+Activation = Literal[
+    "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "lone_relu", "xielu", "relu2_gated",
+    "relu_gated",
+]  # fmt: skip
+"""See `MLPSpec`."""
+GATED: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2_gated", "relu_gated")
+"""Those that are of a gate, whose result another number is multiplied with."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -83,20 +83,21 @@ class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
     both_ways: a query sees the keys behind its own, too. scale: None for head_dim ** -0.5. window: keys a query sees, itself
-    included, with both_ways on either side; None for all. chunk: it sees none before its own chunk of so many tokens, a multiple
-    of 64. softcap: cap on scores. sinks: a learned logit a head that takes part in the softmax. rope None: no positions. qk_norm:
-    RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q, and of k,
-    together (OLMo 2); without qk_gains the checkpoint has nothing for it. value_norm: every head of v is divided by its root mean
-    square. fused_qkv: q, k and v are one tensor of the checkpoint, in this order. keys_are_values: k's projection gives both.
-    reads: the layer before whose keys and values it attends to, having none of its own. clip: queries, keys and values are held
-    between -clip and clip before they rotate, behind norms of all heads (OLMo). gated: what a head finds is multiplied
-    with the sigmoids of as many numbers, which the checkpoint's q has behind each head's query; gate_apart: or which have a
-    projection of their own; gate_by_head: of one number a head then; gate_is: with what else of them (Laguna). found_norm: what
-    all heads find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than
-    its key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
-    num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its
-    first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved:
-    queries and keys are, before they meet.
+    included, with both_ways on either side; None for all. chunk: it sees none before its own chunk of so many tokens, a
+    multiple of 64. softcap: cap on scores. sinks: a learned logit a head that takes part in the softmax. rope None: no
+    positions. qk_norm: RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all
+    heads of q, and of k, together (OLMo 2), or of every head with gains of its own (PLaMo 2); without qk_gains the checkpoint
+    has nothing for it. value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of
+    the checkpoint, in this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it
+    attends to, having none of its own. clip: queries, keys and values are held between -clip and clip before they rotate,
+    behind norms of all heads (OLMo). gated: what a head finds is multiplied with the sigmoids of as many numbers, which the
+    checkpoint's q has behind each head's query; gate_apart: or which have a projection of their own; gate_by_head: of one
+    number a head then; gate_is: with what else of them (Laguna). found_norm: what all heads find is normed (BitNet).
+    temperature: by which queries grow. value_dim: of a head's value, where it is narrower than its key; value_scale: a factor
+    of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and
+    head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
+    read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved: queries and keys
+    are, before they meet.
     """
 
     num_heads: int
@@ -106,7 +107,7 @@ class AttentionSpec:
     qkv_bias: bool = False
     out_bias: bool = False
     qk_norm: bool = False
-    qk_norm_of: Literal["head", "turned head", "all heads"] = "head"
+    qk_norm_of: Literal["head", "turned head", "all heads", "each head"] = "head"
     qk_gains: bool = True
     both_ways: bool = False
     scale: float | None = None
@@ -160,7 +161,7 @@ class AttentionSpec:
         if not self.qk_gains:
             return {}
         parts = {"q": self.num_heads, "k": self.num_kv_heads} if self.reads is None else {"q": self.num_heads}
-        whole = self.qk_norm_of == "all heads"
+        whole = self.qk_norm_of in ("all heads", "each head")
         return {part: heads * self.head_dim if whole else self.head_dim for part, heads in parts.items() if self.qk_norm}
 
     @property
@@ -306,7 +307,8 @@ class ScanSpec:
     what it gives; each channel has a state of key_dim numbers then, see `kernels.state_rules.selective_scan`. conv_bias: of its
     convolution. norms: what the three are divided by their root mean squares with: gains of the checkpoint (Jamba), nothing else
     (Falcon Mamba), or they are not. eps: of these, None: as of the model's others. log_decay: the checkpoint has the logarithm of
-    the decay, without its sign."""
+    the decay, without its sign. heads (PLaMo 2): so many have a time step, a decay and a skip each, which their channels share;
+    the checkpoint has z and x of a head side by side, and B and C before what steps are made of. 0: each channel has its own."""
 
     channels: int
     key_dim: int
@@ -316,6 +318,7 @@ class ScanSpec:
     norms: Literal["none", "plain", "gains"] = "none"
     eps: float | None = None
     log_decay: bool = True
+    heads: int = 0
 
     @property
     def values(self) -> int:
@@ -351,8 +354,9 @@ class ScanSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        matrices = self.channels * (3 * hidden_size + self.num_parts + self.rank)
-        return matrices + self.channels * (self.width + self.key_dim + 2 + self.conv_bias)
+        own, decays = (self.heads, 1) if self.heads else (self.channels, self.key_dim)
+        matrices = self.channels * (3 * hidden_size + self.num_parts) + own * self.rank
+        return matrices + self.channels * (self.width + self.conv_bias) + own * (decays + 2)
 
 
 @dataclass(frozen=True, slots=True)

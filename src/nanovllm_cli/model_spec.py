@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm_cli.curve_spec import XieluSpec
+from nanovllm_cli.curve_spec import GATED, Activation, XieluSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
 from nanovllm_cli.passes_spec import PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
@@ -22,17 +22,15 @@ Pooling = Literal["mean", "last", "cls"]
 
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
-    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai,
-    relu2_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, xielu: without a gate,
+    """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai, relu2_gated,
+    relu_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, xielu: without a gate,
     down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
     see `kernels.reference.sparse_gate`; None: all. limit: act(gate) is that at the most, and up lies between it and its negative
     (Step 3.5), of silu alone; None: they are as they are. gate_held: the gate is that at the most, not what act makes of it
     (Maple). normed: what down reads is normed (BitNet). down_bias: that alone has a bias."""
 
     intermediate_size: int
-    activation: Literal[
-        "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "lone_relu", "xielu", "relu2_gated"
-    ] = "silu"
+    activation: Activation = "silu"
     bias: bool = False
     fused: bool = False
     curve: XieluSpec | None = None
@@ -44,7 +42,7 @@ class MLPSpec:
 
     @property
     def gated(self) -> bool:
-        return self.activation in ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2_gated")
+        return self.activation in GATED
 
     @property
     def parts(self) -> dict[str, int]:
@@ -76,6 +74,7 @@ class MoESpec:
     averaged: half of the sum of both is what comes out. router: logits are what an MLP makes, and none may be taken (ZAYA1).
     ranks_logits (Kolibri): experts are chosen by logits and their bias, and weigh by sigmoids all the same.
     nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
+    routed_early (SmallThinker): logits are made of the residual stream as the layer finds it, before the norm of its mixer.
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
     latent_size (Nemotron 3 Super): experts read and give so many numbers of a token, which one matrix makes of what the router
     reads, and another makes as many as before of their sum. None: they read what the router does.
@@ -100,6 +99,7 @@ class MoESpec:
     ranks_logits: bool = False
     nearness: float | None = None
     scales_input: bool = False
+    routed_early: bool = False
     apart: bool = False
     latent_size: int | None = None
     router: RouterSpec | None = None

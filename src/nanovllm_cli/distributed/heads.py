@@ -1,5 +1,5 @@
 """Which heads of a layer each of several processes computes. What has too few is computed by all of them, on products that are
-whole; so are norms of all heads together.
+whole; so are norms of all heads together, and of each with gains of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ def num_units(mixer: MixerSpec) -> int:
         case AttentionSpec(convolved=ConvolvedSpec()):
             return 0
         case AttentionSpec(latent=None):
-            return mixer.num_kv_heads if mixer.qk_norm_of != "all heads" else 0
+            return mixer.num_kv_heads if mixer.qk_norm_of not in ("all heads", "each head") else 0
         case AttentionSpec():
             return mixer.num_heads  # what is kept of a token is for all of them, and each process keeps it
         case DeltaSpec(mamba=False):

@@ -34,6 +34,7 @@ gated_activation(const DTYPE* gate_rows, const DTYPE* up_rows, DTYPE* out, int64
     case SWIGLU_OAI: result = gated_elements<SWIGLU_OAI>(gate, up); break;
     case RELU2: result = gated_elements<RELU2>(gate, up); break;
     case RELU2_GATED: result = gated_elements<RELU2_GATED>(gate, up); break;
+    case RELU_GATED: result = gated_elements<RELU_GATED>(gate, up); break;
     case LONE_GELU: result = gated_elements<LONE_GELU>(gate, up); break;
     case LONE_GELU_TANH: result = gated_elements<LONE_GELU_TANH>(gate, up); break;
     default: result = gated_elements<GELU>(gate, up);

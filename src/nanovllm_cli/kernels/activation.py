@@ -12,8 +12,8 @@ from nanovllm_cli.kernels.kernel import WARP, Kernel, Launcher, check, type_name
 
 THREADS = 256
 ACTIVATIONS = {None: 0, "silu": 1, "gelu_tanh": 2, "gelu": 3, "swiglu_oai": 4, "relu2": 5, "lone_gelu": 6, "lone_gelu_tanh": 7,
-               "relu2_gated": 8}  # fmt: skip
-_GATED = ("silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2_gated")
+               "relu2_gated": 8, "relu_gated": 9}  # fmt: skip
+_GATED = ("silu", "gelu_tanh", "gelu", "swiglu_oai", "relu2_gated", "relu_gated")
 """By name, as in activation.cuh."""
 
 

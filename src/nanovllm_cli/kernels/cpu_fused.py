@@ -16,7 +16,7 @@ from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
 from nanovllm_cli.kernels.simd_sums import sum_f32, sum_of_squares
 
-SILU, GELU_TANH, GELU, SWIGLU_OAI, SQUARED_RELU = 0, 1, 2, 3, 4
+SILU, GELU_TANH, GELU, SWIGLU_OAI, SQUARED_RELU, RELU = 0, 1, 2, 3, 4, 5
 SWIGLU_LIMIT = np.float32(7.0)
 CHUNK = 4096  # numbers of a task that is not a row
 
@@ -265,8 +265,8 @@ def best_gate(arguments, thread, team):
 
 @kernel(fastmath=FAST)
 def gated_activation(arguments, thread, team):
-    """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf), SWIGLU_OAI or
-    SQUARED_RELU (see reference.gated_activation)."""
+    """out [num_rows, width] = act(gate) * up, whose rows lie strides apart. kind: SILU, GELU_TANH, GELU (by erf), SWIGLU_OAI,
+    SQUARED_RELU or RELU (see reference.gated_activation)."""
     tag, gate_rows, gate_stride, up_rows, up_stride, out, num_rows, width, kind = fields(arguments)
     gates = carray(typed_pointer(gate_rows, tag), (num_rows, gate_stride))
     ups = carray(typed_pointer(up_rows, tag), (num_rows, up_stride))
@@ -283,11 +283,11 @@ def gated_activation(arguments, thread, team):
                 g = SWIGLU_LIMIT if g > SWIGLU_LIMIT else g
                 u = SWIGLU_LIMIT if u > SWIGLU_LIMIT else (-SWIGLU_LIMIT if u < -SWIGLU_LIMIT else u)
                 store(target, i, g * _sigmoid(np.float32(1.702) * g) * (u + np.float32(1.0)))
-        elif kind == SQUARED_RELU:
+        elif kind == SQUARED_RELU or kind == RELU:
             for i in range(width):
                 g = load(gate, i)
                 g = np.float32(0.0) if g < np.float32(0.0) else g
-                store(target, i, g * g * load(up, i))
+                store(target, i, (g if kind == RELU else g * g) * load(up, i))
         else:
             for i in range(width):
                 store(target, i, _gelu(load(gate, i)) * load(up, i))

@@ -9,7 +9,7 @@ from nanovllm_cli.kernels import cpu, cpu_fused
 
 ACTIVATIONS = {
     "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
-    "relu2_gated": cpu_fused.SQUARED_RELU,
+    "relu2_gated": cpu_fused.SQUARED_RELU, "relu_gated": cpu_fused.RELU,
 }  # fmt: skip
 WITHOUT_GATE = {"relu2": cpu_fused.SQUARED_RELU, "lone_gelu": cpu_fused.GELU, "lone_gelu_tanh": cpu_fused.GELU_TANH}
 

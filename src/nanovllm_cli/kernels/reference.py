@@ -136,8 +136,8 @@ def scale_ranks(x: torch.Tensor, scales: torch.Tensor, modules: torch.Tensor, dt
 def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     """act(first half of the columns) * second half. Shazeer 2020. activation: silu, gelu_tanh, gelu; or swiglu_oai, gpt-oss's
     gate * sigmoid(1.702 gate) * (1 + up), of a gate of at most 7 and an up between -7 and 7. Or relu2, which has no gate:
-    relu(x) ** 2 of all columns (So et al. 2021), which relu2_gated has of the gate (BitNet); lone_gelu and lone_gelu_tanh are
-    without one, too."""
+    relu(x) ** 2 of all columns (So et al. 2021), which relu2_gated has of the gate (BitNet); relu_gated has it as it is
+    (SmallThinker). lone_gelu and lone_gelu_tanh are without one, too."""
     if activation == "relu2":
         return F.relu(wide(x)).square().to(x.dtype)
     if activation.startswith("lone_"):
@@ -146,8 +146,9 @@ def gated_activation(x: torch.Tensor, activation: str) -> torch.Tensor:
     if activation == "swiglu_oai":
         gate, up = gate.clamp(max=7.0), up.clamp(-7.0, 7.0) + 1
         gate = gate * torch.sigmoid(1.702 * gate)
-    elif activation == "relu2_gated":
-        gate = F.relu(gate).square()
+    elif activation in ("relu2_gated", "relu_gated"):
+        gate = F.relu(gate)
+        gate = gate if activation == "relu_gated" else gate.square()
     elif activation == "silu":
         gate = F.silu(gate)
     else:

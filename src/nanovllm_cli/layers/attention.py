@@ -58,11 +58,13 @@ class Attention(Projected):
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
         assert spec.temperature is None or not spec.qk_norm, "a norm would undo it"
         values = v_gains if spec.value_norm else None
-        whole = spec.qk_norm_of == "all heads"
+        whole, by_head = spec.qk_norm_of in ("all heads", "each head"), spec.qk_norm_of == "each head"
         self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm and not whole else HeadNorms()
         assert not (whole and (values is not None or spec.gated or spec.reads is not None)), "no model has these there"
         sizes = spec.qk_norm_sizes if whole else {}
-        self.whole_norms = {part: kit.zeros(size).fill_(1 - norm.offset) for part, size in sizes.items()}
+        all_gains = kit.zeros(sum(sizes.values())).fill_(1 - norm.offset)
+        self.whole_norms = dict(zip(sizes, torch.split(all_gains, list(sizes.values())), strict=True)) if sizes else {}
+        self.gains_by_head = all_gains if by_head and sizes else None
         self.eps, self.offset = norm.eps, norm.offset
         self.stored_offset = norm.stored_offset
         self.found_gains = kit.zeros(q).fill_(1 - norm.offset) if spec.found_norm else None
@@ -72,10 +74,13 @@ class Attention(Projected):
         angles, projected = inputs.angles[self.spec.rope], self.qkv(x)
         width = self._gate_rows
         qkv = projected[:, width:] if width else projected
-        first = 0
-        for gains in self.whole_norms.values():
-            self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
-            first += len(gains)
+        if self.gains_by_head is not None:
+            self._norm_each(qkv, self.gains_by_head)
+        else:
+            first = 0
+            for gains in self.whole_norms.values():
+                self.ops.norm_columns(qkv[:, first : first + len(gains)], gains, self.eps, self.offset)
+                first += len(gains)
         if self.spec.clip is not None:
             self.ops.clip(qkv, -self.spec.clip, self.spec.clip)
         if (own := self.spec.temperature) is not None:
@@ -93,6 +98,13 @@ class Attention(Projected):
             self.ops.norm_columns(found, self.found_gains, self.eps, self.offset)
         return found
 
+    def _norm_each(self, qkv: torch.Tensor, gains: torch.Tensor) -> None:
+        """Each head of queries and keys in its place, by its own of gains [heads * dim]."""
+        heads = self.ops.room(len(qkv), len(gains), qkv.dtype)
+        self.ops.put_columns(qkv[:, : len(gains)], heads, 0)
+        normed = self.ops.rms_norm(heads.view(-1, self.spec.head_dim), gains, self.eps, self.offset)
+        self.ops.put_columns(normed.view(heads.shape), qkv, 0)
+
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots() | ({} if self.gates is None else self.gates.slots())
         if self._whole.keys_are_values:
@@ -103,6 +115,7 @@ class Attention(Projected):
         for part in self._whole.qk_norm_sizes:
             gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)
             assert gains is not None
+            gains = gains if self.gains_by_head is None else gains.view(-1, self._whole.head_dim)
             slots[f"{part}_norm.weight"] = table_slot(gains, self.stored_offset)
         if self.found_gains is not None:
             slots["found_norm.weight"] = table_slot(self.found_gains, self.stored_offset)

@@ -14,7 +14,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.router import Router
+from nanovllm_cli.layers.router import HandedOn, Router
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.model_spec import MoESpec, NormSpec
 
@@ -29,6 +29,7 @@ class MoE:
         self.deep = None if spec.router is None else Router(spec.router, spec.num_experts, norm, hidden_size, kit)
         self.router = None if self.deep else kit.undivided.weight({"router": spec.num_experts}, hidden_size)
         self.router_bias = kit.zeros(spec.num_experts, dtype=torch.float32) if spec.router_bias else None
+        self.early = HandedOn() if spec.routed_early else None
         self.latent_in = self.latent_out = None
         if (latent := spec.latent_size) is not None:
             assert not spec.apart, "no model has both"
@@ -87,6 +88,19 @@ class MoE:
         own = self.mixture(plain(norms.experts(None, residual), self.ops), logits, slots)
         return self.ops.add(found, norms.after_experts.alone(own))
 
+    def share(self, handed: HandedOn) -> None:
+        """handed: what routers keep, of all layers of a model."""
+        if self.deep is not None:
+            self.deep.handed = handed
+        if self.early is not None:
+            self.early = handed
+
+    def route(self, stream: torch.Tensor) -> None:
+        """Of a mixture that is routed early: what its experts will be chosen by. stream [T, hidden]: as the layer finds it."""
+        assert self.early is not None
+        assert self.router is not None
+        self.early.rows = self.router.matmul(stream, self.router_bias, torch.float32)
+
     def _shared(self, shared: MLP, x: torch.Tensor) -> torch.Tensor:
         if self.shared_gate is None:
             return shared(x)
@@ -100,6 +114,9 @@ class MoE:
     def _logits(self, x: torch.Tensor) -> torch.Tensor:
         if self.deep is not None:
             return self.deep(x)
+        if self.early is not None:
+            assert self.early.rows is not None, "it is routed before its mixer computes"
+            return self.early.rows
         assert self.router is not None
         return self.router.matmul(x, self.router_bias, torch.float32)
 

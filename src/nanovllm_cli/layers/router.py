@@ -1,4 +1,5 @@
-"""A router that is an MLP, and reads what the one of the layer before has made of a token. See `RouterSpec`."""
+"""A router that is an MLP, and reads what the one of the layer before has made of a token, see `RouterSpec`; and what routers
+keep for others to read."""
 
 from __future__ import annotations
 
@@ -13,7 +14,8 @@ from nanovllm_cli.router_spec import RouterSpec
 
 
 class HandedOn:
-    """What a step's last router leaves to the next one: rows [T, width], None before the first."""
+    """What a step's last router leaves to the next one, rows [T, width], None before the first; of a mixture that is routed
+    early, what it leaves to its own experts: logits [T, E]."""
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 
 from nanovllm_cli.attention.backend import ScanWeights, StepInputs
@@ -13,7 +15,7 @@ from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.model_spec import NormSpec
-from nanovllm_cli.quant.rows import QuantizedRows
+from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 
 class Scan(Projected):
@@ -66,3 +68,61 @@ class Scan(Projected):
         decay = (-rows.float().exp() if self.spec.log_decay else rows.float()).to(self.weights.decay.device)
         by_channel = torch.arange(first, first + len(rows), device=decay.device)
         self.weights.decay[by_channel // self.spec.value_dim, :, by_channel % self.spec.value_dim] = decay
+
+
+class HeadScan(Scan):
+    """`ScanSpec` with heads. What channels of a head share is there as often as they are, and the checkpoint's rows lie in the
+    order of other scans, so that nothing else knows."""
+
+    def slots(self) -> Slots:
+        spec = self.spec
+        in_order = {
+            "scan_in.weight": WeightSlot((2 * spec.channels, self.projection.width), self._load_in),
+            "scan_x.weight": WeightSlot((spec.num_parts, spec.channels), self._load_parts),
+            "scan_dt.weight": WeightSlot((spec.heads, spec.rank), self._load_rates),
+        }
+        shared = {
+            "decay": self._load_decay,
+            "rate_bias": self._shared_by_channels(self.weights.rate_bias),
+            "skip": self._shared_by_channels(self.weights.skip),
+        }
+        return super().slots() | in_order | {f"scan.{name}": WeightSlot((spec.heads,), load) for name, load in shared.items()}
+
+    @property
+    def _head(self) -> int:
+        """Channels of one."""
+        return self.spec.channels // self.spec.heads
+
+    def _load_in(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        size, channels = self._head, self.spec.channels
+        sections = [(place + head * size, size) for head in range(self.spec.heads) for place in (channels, 0)]
+        _load_sections(self.projection, sections, rows, first)
+
+    def _load_parts(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        both, rank = 2 * self.spec.key_dim, self.spec.rank
+        _load_sections(self.parts, [(rank, both), (0, rank)], rows, first)
+
+    def _load_rates(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "they are plain numbers"
+        self.rates.weight.load_rows(first * self._head, rows.repeat_interleave(self._head, 0))
+
+    def _load_decay(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+        super()._load_decay(rows.repeat_interleave(self._head)[:, None].expand(-1, self.spec.key_dim), first * self._head)
+
+    def _shared_by_channels(self, table: torch.Tensor) -> Callable[[torch.Tensor | QuantizedRows, int], None]:
+        def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
+            assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+            table[first * self._head : (first + len(rows)) * self._head].copy_(rows.repeat_interleave(self._head))
+
+        return load
+
+
+def _load_sections(linear: Linear, sections: list[tuple[int, int]], rows: torch.Tensor | QuantizedRows, first: int) -> None:
+    """rows, from the checkpoint's row `first` on. sections: of the checkpoint's, where they come to lie, and how many rows."""
+    begin = 0
+    for place, count in sections:
+        own = range(max(begin, first), min(begin + count, first + num_rows(rows)))
+        if own:
+            linear.weight.load_rows(place + own.start - begin, take_rows(rows, slice(own.start - first, own.stop - first)))
+        begin += count

@@ -24,7 +24,7 @@ from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer
 from nanovllm_cli.layers.rescaling import RescaledJoin
-from nanovllm_cli.layers.scan import Scan
+from nanovllm_cli.layers.scan import HeadScan, Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.mixer_spec import (
     AheadSpec,
@@ -52,6 +52,8 @@ class Block:
         self.scale = model.residual_scale
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
+        self.routed_early = self.mlp if isinstance(self.mlp, MoE) and self.mlp.early is not None else None
+        assert self.routed_early is None or (self.has_halves and not (spec.bare or spec.streams)), "nor elsewhere"
         self.closing = {name: StreamNorm(model.norm, width, kit) for name in spec.norms} if spec.order == "original" else {}
         self.norms = {} if self.closing else {name: RMSNorm(model.norm.named(name), width, kit)
                                               for name in spec.norms if name not in spec.gated_norms}  # fmt: skip
@@ -111,6 +113,8 @@ class Block:
             assert x is None, "only the first layer reads a stream that is normed already"
             return _addend(self.mixer(residual, inputs, cache))
         h = self.attention_norm(x, residual)
+        if self.routed_early is not None:
+            self.routed_early.route(residual)
         if self.after_attention is not None:
             return self.after_attention.before_joining(self.mixer(h, inputs, cache))
         if self.scale != 1.0:
@@ -219,6 +223,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return ChannelDelta(spec, norm, width, kit)
         case DeltaSpec():
             return Delta(spec, norm, width, kit)
+        case ScanSpec(heads=heads) if heads:
+            return HeadScan(spec, norm, width, kit)
         case ScanSpec():
             return Scan(spec, norm, width, kit)
         case AttentionSpec(latent=LatentSpec()):

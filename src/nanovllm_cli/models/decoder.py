@@ -73,8 +73,8 @@ class Decoder:
         for block in self.blocks:
             if isinstance(block.mixer, AheadOfState):
                 block.mixer.share(owners)
-            if isinstance(block.mlp, MoE) and block.mlp.deep is not None:
-                block.mlp.deep.handed = self.handed
+            if isinstance(block.mlp, MoE):
+                block.mlp.share(self.handed)
         self.reads_entry = bool(owners)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None

@@ -109,6 +109,7 @@ from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHI4_MM, PHI4_MULTIMODAL, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.registry_parts import OF_ANOTHER_CLASS, TEXT_MODELS, TEXTS_OF, TIED_UNLESS_TOLD
+from nanovllm_cli.models.smallthinker import SMALLTHINKER
 from nanovllm_cli.models.spark import SPARK
 from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
 from nanovllm_cli.models.stablelm import STABLELM
@@ -307,6 +308,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "SarvamMoEForCausalLM": SARVAM_MOE,
     "SeedOssForCausalLM": SEED_OSS,
     "SolarOpenForCausalLM": SOLAR_OPEN,
+    "SmallThinkerForCausalLM": SMALLTHINKER,
     "SmolLM3ForCausalLM": SMOLLM3,
     "SmolVLMForConditionalGeneration": LLAMA,
     "BertForMaskedLM": BERT,

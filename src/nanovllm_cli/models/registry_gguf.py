@@ -18,6 +18,7 @@ from nanovllm_cli.models.granite import GRANITE_STATES
 from nanovllm_cli.models.llamas import BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, QWEN, REFACT
 from nanovllm_cli.models.nemotron import NEMOTRON_H, NEMOTRON_H_MOE
 from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT_MOE
+from nanovllm_cli.models.plamo import PLAMO2, PLAMO3
 from nanovllm_cli.models.registry import HF_ARCHITECTURES, HF_BODIES, look_up
 from nanovllm_cli.models.states_alone import MAMBA
 
@@ -26,7 +27,7 @@ GGUF_ARCHITECTURES: dict[str, Family] = {
     # Of those that share an architecture, the first in the registry.
     **{family.gguf_name or family.name: family for family in reversed(_OWN)},
     # What folders are not of, or others, too.
-    **{family.name: family for family in (BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, QWEN, REFACT)},
+    **{family.name: family for family in (BAICHUAN, CODESHELL, DBRX, JAIS, OPENELM, PLAMO, PLAMO2, PLAMO3, QWEN, REFACT)},
     "cohere2moe": COHERE2_MOE,
     "eagle3": EAGLE3,
     "falcon": FALCON,

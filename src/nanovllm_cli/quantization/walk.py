@@ -27,12 +27,13 @@ class Walk:
     """A Calibration that finds the weights itself. sequences: token ids. UnsupportedError for some kinds of them."""
 
     def __init__(self, original: Original, sequences: Sequence[Sequence[int]], progress: LoadProgress) -> None:
-        if any(isinstance(block.mlp, MoESpec) and block.mlp.apart for block in original.spec.blocks):
+        mixtures = [block.mlp for block in original.spec.blocks if isinstance(block.mlp, MoESpec)]
+        if any(mixture.apart or mixture.routed_early for mixture in mixtures):
             name = original.spec.architecture
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
-        if any(isinstance(block.mlp, MoESpec) and block.mlp.router is not None for block in original.spec.blocks):
+        if any(mixture.router is not None for mixture in mixtures):
             name = original.spec.architecture
             raise UnsupportedError(
                 f"a {name} model is not calibrated yet: its routers read what those of other layers made", "use --algorithm rtn"

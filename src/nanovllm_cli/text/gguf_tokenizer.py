@@ -1,8 +1,8 @@
 """Tokenizers from the metadata of GGUF files (the `tokenizer.*` keys, as llama.cpp writes and reads them).
 
 Models: `llama` (SentencePiece BPE, merges derived from scores), `gpt2` (byte-level BPE), `gemma4` (BPE on raw
-characters), `t5` (SentencePiece unigram: XLM-RoBERTa's files have it), `bert` (WordPiece). Not covered: `rwkv`, `plamo2` and
-vocabulary-less files.
+characters), `t5` (SentencePiece unigram: XLM-RoBERTa's files have it), `bert` (WordPiece), `plamo2` (pieces whose scores add
+up to the most). Not covered: `rwkv` and vocabulary-less files.
 
 Where llama.cpp lets ordinary text merge into a control or byte token of the same spelling, this does not. Encoders' texts are put
 into the form that the models were trained with: see `_bert` and `pre_tokenizers.py`.
@@ -18,8 +18,18 @@ from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.text.best_pieces import BestPieces
 from nanovllm_cli.text.pre_tokenizers import PARTED_TWICE, pre_tokenization
-from nanovllm_cli.text.sentencepiece import CONTROL, NORMAL, UNKNOWN, USER_DEFINED, PieceVocabulary, build_pieces
+from nanovllm_cli.text.sentencepiece import (
+    CONTROL,
+    MAX_PIECE,
+    NORMAL,
+    UNKNOWN,
+    UNUSED,
+    USER_DEFINED,
+    PieceVocabulary,
+    build_pieces,
+)
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 from nanovllm_cli.text.vocabulary import END_TOKENS, GEMMA_TAGS, TokenizerParts, guard_library
 
@@ -35,7 +45,7 @@ def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Backend, special ids and chat templates of a GGUF file's metadata."""
     fields = _Fields(metadata)
     model = fields.text("model", "")
-    builders = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4, "t5": _t5, "bert": _bert}
+    builders = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4, "t5": _t5, "bert": _bert, "plamo2": _plamo2}
     if model not in builders:
         raise UnsupportedError(
             f"unknown tokenizer model {model!r} in tokenizer.ggml.model; known: {', '.join(builders)}"
@@ -161,6 +171,22 @@ def _t5(fields: _Fields) -> TokenizerParts:
     # XLM-RoBERTa's, which begin a text with BOS, part two by EOS SEP, T5's by EOS. Older files don't say so.
     around = fields.around(bos, eos, add_bos=False, add_eos=True, add_sep=fields.flag("add_bos_token", False))
     return TokenizerParts(build_pieces(vocabulary), bos, eos, None, unknown, *around)
+
+
+def _plamo2(fields: _Fields) -> TokenizerParts:
+    """Pieces are cut before the library's model looks them up, which makes bytes of what is none."""
+    if (longest := max(map(len, fields.tokens), default=0)) > MAX_PIECE:  # what it takes to look one up grows with its square
+        raise CheckpointError(f"the vocabulary has a piece of {longest} characters, at most {MAX_PIECE} are read")
+    pieces = zip(fields.tokens, fields.scores(), fields.types, strict=True)
+    cut = BestPieces({piece: score for piece, score, kind in pieces if kind in (NORMAL, USER_DEFINED, UNUSED)})
+    if lacking := [name for value in range(256) if (name := f"<0x{value:02X}>") not in fields.ids]:
+        raise CheckpointError(f"the vocabulary has no token for the byte {lacking[0]}")
+    backend = tokenizers.Tokenizer(models.BPE(fields.ids, [], byte_fallback=True, ignore_merges=True))
+    backend.pre_tokenizer = pre_tokenizers.PreTokenizer.custom(cut)
+    backend.decoder = decoders.Sequence([decoders.ByteFallback(), decoders.Fuse()])
+    bos, eos = fields.token_id("bos_token_id", 1), fields.token_id("eos_token_id", 2)
+    around = fields.around(bos, eos, add_bos=False)
+    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id", 0), *around)
 
 
 def _gpt2(fields: _Fields) -> TokenizerParts:

@@ -159,6 +159,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
     "zamba2": _sizes("Zyphra/Zamba2-*-Instruct", "1.2B 2.7B 7B"),
     "zaya1": {"8b": "Zyphra/ZAYA1-8B"},
+    "smallthinker": {"4b-a0.6b": "PowerInfer/SmallThinker-4BA0.6B-Instruct",
+                     "21b-a3b": "PowerInfer/SmallThinker-21BA3B-Instruct"},
     "mimo": {"7b": "XiaomiMiMo/MiMo-7B-RL"},
     "mimo-v2": {"flash": "XiaomiMiMo/MiMo-V2-Flash"},
     "minimax-m2": {"230b-a10b": "MiniMaxAI/MiniMax-M2"},

@@ -89,7 +89,9 @@ _CARRIED = {
     "num_heads", "state_size", "time_step_rank", "mixer_rms_eps", "mamba_dt_rank", "attn_layer_period", "attn_layer_offset",
     "expert_layer_period", "expert_layer_offset",
     "router_scaling_factor", "moe_router_use_sigmoid", "gate_attn_act_mode", "headwise_attn_output_gate", "intermediate_size_mlp",
-    "nope_on_global_attention",
+    "nope_on_global_attention", "moe_ffn_hidden_size", "moe_num_primary_experts", "moe_num_active_primary_experts",
+    "moe_primary_router_apply_softmax", "moe_enable_early_router", "moe_enable_secondary_experts", "moe_layer_layout",
+    "sliding_window_layout", "sliding_window_size", "rope_layout", "moe_shared_primary_experts",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
@@ -106,6 +108,8 @@ _OF_NO_USE = {
     "time_step_min", "time_step_max", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
     "gradient_checkpointing", "embedding_dropout", "mlp_dropout", "dropout", "qa_dropout", "seq_classif_dropout",
     "sinusoidal_pos_embds", "decoder_bias", "initializer_cutoff_factor", "sparse_pred_ignore_index", "sparse_prediction",
+    # Of parts that SmallThinker's configs describe and its models do not have.
+    "model_name", "dense_ffn_hidden_size", "moe_num_secondary_experts", "moe_secondary_expert_size",
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
     "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine", "use_mambapy", "use_associative_scan",
     "time_step_init_scheme", "time_step_scale", "mamba_inner_layernorms", "calc_logits_for_entire_prompt", "d_model", "d_inner",
