@@ -184,6 +184,10 @@ def test_without_a_tag_only_a_tools_name_makes_a_call(text: str) -> None:
         ("either", "true", "true"),
         ("either", "[1", "[1"),
         ("either", '"seven"', '"seven"'),
+        ("either", "007", "007"),  # of these JSON has no numbers, and a number would lose what they are
+        ("either", "+4930123", "+4930123"),
+        ("either", "1_000", "1_000"),
+        ("days", "007", 7),
     ],
 )
 def test_values_between_tags_mean_what_the_schema_says(key: str, text: str, value: Any) -> None:
