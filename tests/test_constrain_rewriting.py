@@ -1,4 +1,4 @@
-"""Patterns of a schema's strings and names: what an answer may be, against re."""
+"""Patterns and bounds of a schema: what an answer may be, against re and numbers as they are."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import pytest
 
 from nanovllm_cli.constrain.grammar import compiled
 from nanovllm_cli.constrain.matcher import Matcher
-from nanovllm_cli.constrain.patterns import with_safe_patterns, with_safe_schemas
+from nanovllm_cli.constrain.rewriting import rewritten, rewritten_grammar
 from nanovllm_cli.constrain.vocabulary import byte_vocabulary
 from nanovllm_cli.constraint import Constraint, ConstraintKind
 
@@ -54,8 +54,27 @@ def test_only_patterns_are_changed() -> None:
         "const": {"pattern": "[^a]"}, "enum": [{"pattern": "[^a]"}], "default": {"pattern": "[^a]"},
         "properties": {"pattern": {"description": "[^a]"}, "const": {"type": "null"}},
     }  # fmt: skip
-    assert with_safe_patterns(kept) == kept
-    within = with_safe_patterns({"properties": {"const": {"items": {"pattern": "[^a]"}}}})
+    assert rewritten(kept) == kept
+    within = rewritten({"properties": {"const": {"items": {"pattern": "[^a]"}}}})
     assert within["properties"]["const"]["items"]["pattern"] != "[^a]"
     for grammar in ('start: "%json [^a]"', 'start: %json {"pattern": "[^a', "start: /[^a]/ %json true", "start: %json"):
-        assert with_safe_schemas(grammar) == grammar
+        assert rewritten_grammar(grammar) == grammar
+
+
+@pytest.mark.parametrize(
+    ("bounds", "allowed", "refused"),
+    [
+        ({"exclusiveMinimum": 0, "maximum": 0.5}, ["0.5", "0.25", "0.0001"], ["0", "0.0", "-0", "0.6", "1"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 0.5}, ["0.49"], ["0", "0.5", "0.50"]),
+        ({"exclusiveMinimum": 2.0, "maximum": 2.5, "minimum": 1}, ["2.1", "2.5"], ["2", "2.0", "1", "1.5"]),
+        ({"exclusiveMinimum": 100000, "maximum": 100000.5}, ["100000.25"], ["100000", "100000.0"]),
+        ({"minimum": -0.5, "exclusiveMaximum": 0}, ["-0.5", "-0.1"], ["-0", "0", "0.0", "-0.6"]),
+        ({"minimum": -1.25, "exclusiveMaximum": -1}, ["-1.25", "-1.1"], ["-1", "-1.0", "-1.5"]),
+        ({"exclusiveMinimum": 0, "exclusiveMaximum": 1, "multipleOf": 0.5}, ["0.5"], ["0", "1", "0.25"]),
+        ({"exclusiveMinimum": 0, "maximum": 0.9, "minimum": 0.5}, ["0.5", "0.9"], ["0", "0.4"]),
+        ({"exclusiveMinimum": 0}, ["0.0001", "1", "7"], ["0", "-1"]),
+    ],
+)
+def test_an_exclusive_bound_is_none_of_the_numbers(bounds: dict[str, Any], allowed: list[str], refused: list[str]) -> None:
+    schema = json.dumps({"type": "number", **bounds})
+    assert [text for text in [*allowed, *refused] if accepts("json_schema", schema, text)] == allowed
