@@ -672,6 +672,8 @@ def test_fewer_dimensions_are_of_length_one_again() -> None:
         ("truncate_prompt_tokens", {"input": "a", "truncate_prompt_tokens": "all"}),
         ("embed_dtype", {"input": "a", "embed_dtype": "int8"}),
         ("pooling", {"input": "a", "pooling": "max"}), ("normalize", {"input": "a", "normalize": False}),
+        ("embd_normalize", {"input": "a", "embd_normalize": -1}), ("use_activation", {"input": "a", "use_activation": False}),
+        ("truncation_side", {"input": "a", "truncation_side": "left"}),
     ],
 )  # fmt: skip
 def test_embeddings_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]) -> None:
@@ -712,6 +714,9 @@ def test_texts_are_scored_in_pairs_or_beside_one(path: str) -> None:
         ("text_1", {"text_1": "", "text_2": "a"}), ("text_2", {"text_1": "a", "text_2": []}), ("text_2", {"text_1": "a"}),
         ("text_2", {"text_1": "a", "text_2": [1]}), ("text_2", {"text_1": "a", "text_2": ["a"] * 2049}),
         ("truncate_prompt_tokens", {"text_1": "a", "text_2": "a", "truncate_prompt_tokens": 0.5}),
+        ("max_tokens_per_query", {"text_1": "a", "text_2": "a", "max_tokens_per_query": 9}),
+        ("instruction", {"text_1": "a", "text_2": "a", "instruction": "nearest"}),
+        ("use_activation", {"text_1": "a", "text_2": "a", "use_activation": False}),
     ],
 )  # fmt: skip
 def test_pairs_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]) -> None:
@@ -727,6 +732,7 @@ def test_pairs_that_make_no_sense_are_refused(param: str, fields: dict[str, Any]
         ("documents", {"query": "a", "documents": [{"title": "x"}]}),
         ("top_n", {"query": "a", "documents": ["a"], "top_n": 0}),
         ("max_tokens_per_doc", {"query": "a", "documents": ["a"], "max_tokens_per_doc": 9}),
+        ("instruction", {"query": "a", "documents": ["a"], "instruction": "nearest"}),
     ],
 )
 def test_ranking_that_makes_no_sense_is_refused(param: str, fields: dict[str, Any]) -> None:

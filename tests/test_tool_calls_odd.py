@@ -184,6 +184,10 @@ def test_without_a_tag_only_a_tools_name_makes_a_call(text: str) -> None:
         ("either", "true", "true"),
         ("either", "[1", "[1"),
         ("either", '"seven"', '"seven"'),
+        ("either", "007", "007"),  # of these JSON has no numbers, and a number would lose what they are
+        ("either", "+4930123", "+4930123"),
+        ("either", "1_000", "1_000"),
+        ("days", "007", 7),
     ],
 )
 def test_values_between_tags_mean_what_the_schema_says(key: str, text: str, value: Any) -> None:
@@ -310,8 +314,16 @@ def test_half_of_a_surrogate_pair_stays_an_escape() -> None:
     assert json.loads(arguments) == {"a": "\U0001f600 \ud83d"}
 
 
+@pytest.mark.parametrize("number", ["1e999", "-0.1000000000000000055", "12345678901234567890123", "1.50E+3"])
+def test_a_number_that_is_jsons_stays_as_it_is(number: str) -> None:
+    """A strict tool's grammar lets through any of them."""
+    arguments = f'{{"a": {number}}}'
+    assert raw_answer(form("pythonic"), f"[now(a={number})]")[2] == [("now", arguments)]
+    assert raw_answer(form("hermes"), hermes(f'{{"name": "now", "arguments": {arguments}}}'))[2] == [("now", arguments)]
+
+
 @pytest.mark.parametrize(
-    "text", ["weather(1)", "weather(a=b)", "weather(a=1e999)", "weather(a={1: 2})", "weather(a='", "now"]
+    "text", ["weather(1)", "weather(a=b)", "weather(a=.1e999)", "weather(a=nan)", "weather(a={1: 2})", "weather(a='", "now"]
 )
 def test_what_is_no_literal_breaks_the_call(text: str) -> None:
     assert raw_answer(form("pythonic"), f"[{text}]", whole_calls=True)[2] in ([], [("weather", '{"a": "]')])

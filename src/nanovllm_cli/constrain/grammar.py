@@ -20,6 +20,7 @@ from typing import Any
 import llguidance
 
 from nanovllm_cli.constrain.gbnf import grammars_of_gbnf
+from nanovllm_cli.constrain.rewriting import rewritten, rewritten_grammar
 from nanovllm_cli.constrain.vocabulary import Vocabulary, byte_vocabulary
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -126,7 +127,7 @@ def grammars_of(constraint: Constraint) -> list[str]:
         case "gbnf":
             return grammars_of_gbnf(text)
         case "lark":
-            return [llguidance.LLMatcher.grammar_from_lark(text)]
+            return [llguidance.LLMatcher.grammar_from_lark(rewritten_grammar(text))]
 
 
 def choices_of(text: str) -> list[str]:
@@ -141,7 +142,7 @@ def choices_of(text: str) -> list[str]:
 
 def _json_grammar(schema: Any) -> str:
     return llguidance.LLMatcher.grammar_from_json_schema(
-        json.dumps(schema), overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False}
+        json.dumps(rewritten(schema)), overrides={"whitespace_pattern": _WHITE_SPACE, "lenient": False}
     )
 
 

@@ -342,6 +342,9 @@ class CutFields(PooledFields):
     """truncate_prompt_tokens: vLLM's, texts are cut to so many tokens, by -1 to what the context holds."""
 
     truncate_prompt_tokens: Annotated[int | None, Field(ge=-1)] = None
+    truncation_side: Literal["right"] | None = None
+    use_activation: Literal[True] | None = None
+    mm_processor_kwargs: Unsupported = None
     user: Tolerated = None
 
 
@@ -352,6 +355,7 @@ class EmbeddingRequest(CutFields):
     encoding_format: Literal["float", "base64"] | None = None
     dimensions: int | None = Field(default=None, ge=1, le=1 << 20)
     normalize: Literal[True] | None = None
+    embd_normalize: Literal[2] | None = None
     embed_dtype: Literal["float32"] | None = None
     endianness: Literal["native", "little"] | None = None
     add_special_tokens: Literal[True] | None = None
@@ -377,19 +381,27 @@ class RerankDocument(TypedDict, total=False):
     text: Required[SomeText]
 
 
-class ScoreRequest(CutFields):
+class ScoringFields(CutFields):
+    """What vLLM has for scores, and is not here."""
+
+    max_tokens_per_query: Unsupported = None
+    max_tokens_per_doc: Unsupported = None
+    instruction: Unsupported = None
+    chat_template_kwargs: Unsupported = None
+
+
+class ScoreRequest(ScoringFields):
     """POST /v1/score, as vLLM has it: texts in pairs, or one beside many."""
 
     text_1: SeveralTexts
     text_2: SeveralTexts
 
 
-class RerankRequest(CutFields):
+class RerankRequest(ScoringFields):
     """POST /v1/rerank, as Jina and Cohere have it."""
 
     query: str = Field(min_length=1)
     documents: Annotated[list[SomeText | RerankDocument], Field(fail_fast=True)] = Field(min_length=1, max_length=MAX_INPUTS)
     top_n: int | None = Field(default=None, ge=1, le=MAX_INPUTS)
     return_documents: bool | None = None
-    max_tokens_per_doc: Unsupported = None
     rank_fields: Unsupported = None

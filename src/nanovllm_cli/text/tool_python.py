@@ -6,7 +6,7 @@ import json
 import math
 from collections.abc import Collection
 
-from nanovllm_cli.text.tool_json import MAX_DEPTH, MAX_SCALAR_CHARS, Give
+from nanovllm_cli.text.tool_json import MAX_DEPTH, MAX_SCALAR_CHARS, Give, is_json
 from nanovllm_cli.text.tool_stream import MAX_HEADER_CHARS, Broken, CallStream, Reading
 
 _WORDS = {"True": "true", "False": "false", "None": "null", "true": "true", "false": "false", "null": "null"}
@@ -127,6 +127,9 @@ def _scalar(stream: CallStream, give: Give) -> Reading[None]:
 
 
 def _number(text: str) -> str:
+    """A number's JSON text; to the letter where it is one already, however large."""
+    if is_json(text):
+        return text
     try:
         return str(int(text))
     except ValueError:

@@ -138,14 +138,16 @@ def converted(text: str, types: frozenset[str]) -> str:
     """The JSON text of a value that may be something else than text."""
     value = text.strip()
     found = value if is_json(value) else _as_literal(value)
-    if found is None or ("string" in types and not _is_of(json.loads(found), types)):
+    if found is None or ("string" in types and not _is_of(json.loads(found), types, written=value)):
         return json.dumps(text, ensure_ascii=False)
     return found
 
 
-def _is_of(value: Any, types: frozenset[str]) -> bool:
-    """Whether a value is of one of these types, and no string."""
+def _is_of(value: Any, types: frozenset[str], written: str) -> bool:
+    """Whether a value is of one of these types, and no string. A number that JSON would write otherwise (+49, 007) may be one."""
     known = type_of(value)
+    if known in ("integer", "number") and not is_json(written):
+        return False
     return known != "string" and (known in types or (known == "integer" and "number" in types))
 
 
