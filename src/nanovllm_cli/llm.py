@@ -161,7 +161,7 @@ class LLM:
             config,
             detokenizer_factory=detokenizers_of(self.tokenizer, visible),
             vocab_size=self.spec.vocab_size,
-            max_model_len=self.max_model_len,
+            max_model_len=config.max_model_len or self.spec.max_position,  # not what there was memory for
             num_blocks=worker.num_blocks,
             ahead=worker.ahead,
             prepare=worker.prepare,
