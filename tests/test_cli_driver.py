@@ -160,12 +160,19 @@ class LLM:
             for request_id, ids, params in reversed(pair):
                 yield list(self._run(request_id, ids, params))[-1]
 
+    @property
+    def engine(self) -> LLM:
+        return self
+
+    def check_length(self, num_tokens: int) -> None:
+        if num_tokens >= self.max_model_len:
+            raise PromptTooLongError(num_tokens, self.max_model_len)
+
     def close(self) -> None:
         pass
 
     def _run(self, request_id: str, ids: list[int], params: SamplingParams) -> Iterator[RequestOutput]:
-        if len(ids) >= self.max_model_len:
-            raise PromptTooLongError(len(ids), self.max_model_len)
+        self.check_length(len(ids))
         params.check_vocabulary(VOCABULARY)
         text, delay, error, reason = self._script(self.tokenizer.decode(ids), params)
         began = time.monotonic()

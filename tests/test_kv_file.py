@@ -301,6 +301,15 @@ def test_angles_of_another_length_are_not_used(tmp_path: Path) -> None:
     assert answer(other, TURN[:70])[1] == 64
 
 
+def test_a_prompt_that_is_text_is_as_long_as_its_tokens(tmp_path: Path) -> None:
+    scaling = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 10000.0}
+    model = model_folder(tmp_path / "model", rope_parameters=scaling, max_position_embeddings=64)
+    text, llm = "é" * 40, load(model)
+    llm.generate(text, PARAMS)
+    assert llm.save_kv(text, tmp_path / "kv") == 80
+    assert load(model).load_kv(tmp_path / "kv", text) == 80
+
+
 KILLED = CHILD + """
 import os, signal
 from nanovllm_cli.engine import kv_file

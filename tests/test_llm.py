@@ -370,6 +370,7 @@ def test_prompt_that_leaves_no_room_is_refused_before_anything_runs(llm: LLM) ->
     with pytest.raises(PromptTooLongError) as raised:
         llm.generate(["short", "x" * CONTEXT], greedy(4))
     assert (raised.value.prompt_len, raised.value.limit) == (CONTEXT, CONTEXT)
+    assert "--ctx-size" in str(raised.value.hint)
     with pytest.raises(PromptTooLongError):
         next(llm.stream("x" * 1000))
     with pytest.raises(UsageError, match="empty"):
@@ -381,8 +382,9 @@ def test_prompt_that_leaves_no_room_is_refused_before_anything_runs(llm: LLM) ->
 def test_cache_that_holds_less_than_the_context_limits_prompts(model: Model) -> None:
     with load(model, num_blocks=3) as llm:
         assert llm.max_model_len == 48
-        with pytest.raises(PromptTooLongError):
+        with pytest.raises(PromptTooLongError) as raised:
             llm.generate("x" * 48)
+        assert raised.value.hint == "that fills the KV cache: give it more memory", "a longer context would have no room"
         answers = llm.generate(["x" * 40, "y" * 20], greedy(50))
         assert [len(ids_of(answer)) for answer in answers] == [8, 28]
 

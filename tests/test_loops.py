@@ -68,6 +68,14 @@ def test_a_limit_that_is_reached_with_it_is_the_limit() -> None:
     assert answer.finish_reason == "length"
 
 
+def test_a_constraint_that_is_fulfilled_behind_it_is_none_of_its_reasons() -> None:
+    """Guesses that hold may draw past the place where an answer ends."""
+    for ids, reason in (([5, 5, 5, 6], "repetition"), ([5, 5, 5], "stop"), ([5, 5], "stop")):
+        answer = Answer(Drawing(0, Request("r", (1,), SamplingParams(max_repeats=3), 9, (), 0.0), 0, 0, [1]), (), None)
+        answer.take(Drawn(0, ids, ends=True))
+        assert (answer.finish_reason, answer.output().num_tokens) == (reason, min(3, len(ids)))
+
+
 @pytest.mark.parametrize("config", [{}, {"num_speculative_tokens": 8}])
 def test_the_model_stops_where_it_begins_to_repeat_itself(config: dict[str, int]) -> None:
     bias = {300: 100.0, 301: 100.0}

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 
 from emulation.device import EmulatedDevice
+from engines import random_model, save, worker_for
 from forked_commands import Commands
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import cuda_platform
@@ -23,6 +24,7 @@ from nanovllm_cli.planning.plan import Plan, make_plan
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.shapes import RANDOM
 from quantizing import TINY
+from test_models import CASES
 
 LAYERS, KV_HEADS, DIM, MOST = 4, 2, 64, 2048
 SPEED = Speed(20.0, {"fp32": 100.0, "bf16": 200.0, "int8": 400.0})
@@ -53,6 +55,24 @@ def test_formats_have_the_largest_groups_that_rows_divide_into(
     assert [row.quant for row in made.formats] == names
     assert len(made.left_out) == len(made.as_json()["left_out"]) == (2 if reason else 0)
     assert all(reason in line for line in made.left_out if reason)
+
+
+@pytest.mark.parametrize("case", ["qwen3.5", "lfm2", "jamba"])
+def test_taps_need_not_divide_into_groups(case: str, tmp_path: Path) -> None:
+    """They stay numbers: a model whose matrices can be had in a format can be had in it, as its loading shows."""
+    sizes = {
+        "hidden_size": 128, "intermediate_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 32,
+        "linear_key_head_dim": 32, "linear_value_head_dim": 32, "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+        "block_auto_adjust_ff_dim": False,
+    }  # fmt: skip
+    values = CASES[case].to_dict()
+    config = type(CASES[case])(**values | {name: size for name, size in sizes.items() if name in values})
+    save(random_model(config), tmp_path)
+    with open_checkpoint(tmp_path) as checkpoint:
+        made = make_plan(checkpoint, EngineConfig(device="cpu"), None, SPEED)
+    assert [row.quant for row in made.formats] == [None, "int8", "fp8", "int4", "nf4"]
+    assert not made.left_out
+    assert made.formats[3].format in {str(form and form.name) for form in worker_for(tmp_path, quant="int4").formats}
 
 
 def test_keys_and_values_are_counted_in_the_types_that_were_asked_for() -> None:

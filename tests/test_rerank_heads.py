@@ -154,7 +154,7 @@ def test_it_gives_no_vectors_and_draws_nothing(model: tuple[Any, Path], tmp_path
             llm.embed("hello")
         with pytest.raises(UnsupportedError, match="no head"):
             llm.generate("hello")
-        for wrong in ("text", [3], [b"text"]):
+        for wrong in ("text", [3], [b"text"], iter(["text"]), None):
             with pytest.raises(UsageError, match="documents are a list of texts"):
                 llm.rank("query", wrong)  # type: ignore[arg-type]
         assert llm.rank("query", []) == []

@@ -119,9 +119,8 @@ class LLM:
             raise UsageError(f"offline and revision say how a name is found, and {model.name} has been found")
         config = find_parts(config, offline=offline, progress=progress)
         self.lora, self.lora_modules = config.lora, config.lora_modules
-        self.control_vectors = config.control_vectors
         self.tensor_parallel_size: int = config.tensor_parallel_size
-        self.draft_model, self.mtp = config.draft_model, config.mtp
+        self.draft_model, self.mtp, self.control_vectors = config.draft_model, config.mtp, config.control_vectors
         self.resolved = model
         self.name: str = self.resolved.name
         with open_checkpoint(self.resolved.path, overrides=config.overrides) as checkpoint:
@@ -162,7 +161,7 @@ class LLM:
             config,
             detokenizer_factory=detokenizers_of(self.tokenizer, visible),
             vocab_size=self.spec.vocab_size,
-            max_model_len=self.max_model_len,
+            max_model_len=config.max_model_len or self.spec.max_position,  # not what there was memory for
             num_blocks=worker.num_blocks,
             ahead=worker.ahead,
             prepare=worker.prepare,
@@ -325,7 +324,7 @@ class LLM:
     def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
         """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
         vectors, of a model that embeds. Raises as `generate` does."""
-        if isinstance(documents, str) or not all(isinstance(text, str) for text in (query, *documents)):
+        if not isinstance(documents, list | tuple) or not all(isinstance(text, str) for text in (query, *documents)):
             raise UsageError("a query is a text, and documents are a list of texts")
         if self.scoring is not None:
             return self.score([self.scoring.prompt(self.tokenizer, query, each) for each in documents], progress=progress)
@@ -364,23 +363,24 @@ class LLM:
 
     # ---- keeping what was read ----
 
-    def save_kv(self, ids: Sequence[int] | None, path: Path) -> int:
+    def save_kv(self, ids: Prompt | None, path: Path) -> int:
         """Writes what the prefix cache holds of the beginning of `ids`, or all of it, to a file that only this user can use.
 
         Returns how many tokens that are: full blocks, of `ids` up to the first that the cache lacks. 0 writes nothing. Raises
         OutputError and DoesNotFitError (the disk is full), and what opening the model's files raises.
         """
-        own = () if ids is None else (token_ids(ids, self.tokenizer.encode), self.cache_salt(len(ids)))
+        prompt = None if ids is None else token_ids(ids, self.tokenizer.encode)
+        own = () if prompt is None else (prompt, self.cache_salt(len(prompt)))
         return self._readers.use(lambda engine: engine.kv_files.save(Path(path), self._kv_identity, *own))
 
-    def load_kv(self, path: Path, wanted: Sequence[int] | None = None) -> int:
+    def load_kv(self, path: Path, wanted: Prompt | None = None) -> int:
         """Makes what `save_kv` wrote findable; of `wanted`, a prompt, only what that begins with.
 
         Returns how many tokens that are. 0, with the reason in the log, where the file is missing or damaged, or was saved with
         another model, other settings, or by somebody else. Files are no reason to fail: the tokens can be computed.
         """
         try:
-            args = Path(path), self._kv_identity, None if wanted is None else list(wanted)
+            args = Path(path), self._kv_identity, None if wanted is None else token_ids(wanted, self.tokenizer.encode)
             return self._readers.use(lambda engine: engine.kv_files.load(*args))
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)

@@ -12,7 +12,7 @@ from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Settled, Usage
 from nanovllm_cli.cli.model import Loaded, Prompting, load
 from nanovllm_cli.cli.question import Question
-from nanovllm_cli.errors import DoesNotFitError, NanovllmError, PromptTooLongError, RequestError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, NanovllmError, RequestError, UsageError
 from nanovllm_cli.vision_spec import TokenIds
 
 if TYPE_CHECKING:
@@ -315,8 +315,7 @@ class LocalAnswerer:
         except Exception:
             logger.warning("a question failed", exc_info=True)
             raise
-        if len(ids) >= self._llm.max_model_len:
-            raise PromptTooLongError(len(ids), self._llm.max_model_len)
+        self._llm.engine.check_length(len(ids))
         params.check_vocabulary(self._llm.spec.vocab_size)
         return ids, params
 

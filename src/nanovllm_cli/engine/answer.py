@@ -103,10 +103,11 @@ class Answer:
                 self._add(token_id)
                 if self.finish_reason is not None:
                     break
+            took_all = len(self._ids) - before == len(drawn.token_ids)
             if drawn.error is not None and self.finish_reason is None:
                 self.fail(drawn.error, unmeetable=drawn.unmeetable)
                 self._flush()
-            if drawn.ends and self.finish_reason in (None, "length", "repetition"):
+            if drawn.ends and took_all and self.finish_reason in (None, "length", "repetition"):
                 if self.finish_reason is None:
                     self._flush()
                 self.finish_reason = "stop"

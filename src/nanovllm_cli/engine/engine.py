@@ -278,6 +278,12 @@ class Engine:
         """Most tokens of prompt and answer together, in this model and this KV cache."""
         return self._context_len
 
+    def check_length(self, num_tokens: int, room: int = 1) -> None:
+        """Raises PromptTooLongError for a prompt of so many tokens. room: tokens that are to fit behind it."""
+        if num_tokens + room > self._context_len:
+            hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
+            raise PromptTooLongError(num_tokens, self._context_len, hint)
+
     def has_unfinished(self) -> bool:
         return bool(self._live)
 
@@ -376,9 +382,7 @@ class Engine:
         for token_id in (min(prompt), max(prompt)):
             if not 0 <= token_id < self._vocab_size:
                 raise UsageError(f"token id {token_id} is not in the vocabulary, which has {self._vocab_size}")
-        if len(prompt) + room > self._context_len:
-            hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
-            raise PromptTooLongError(len(prompt), self._context_len, hint)
+        self.check_length(len(prompt), room)
         return prompt
 
     def _vector(self, request: Request) -> tuple[float, ...] | None:

@@ -51,6 +51,18 @@ def shapes_of(spec: ModelSpec) -> Shapes:
     return _shapes(Decoder(spec, _KIT).slots())
 
 
+def matrices_of(spec: ModelSpec) -> dict[str, tuple[int, int]]:
+    """Of these the ones that may have a format: not taps, say, which are as flat."""
+    found: dict[str, tuple[int, int]] = {}
+
+    def make(parts: dict[str, int], width: int, share: Share | None) -> WeightStorage:
+        found.update({name: (num_rows, width) for name, num_rows in parts.items()})
+        return _KIT.make(parts, width, share)
+
+    Decoder(spec, _KIT._replace(make=make))
+    return found
+
+
 def mtp_shapes_of(spec: ModelSpec) -> Shapes:
     """The same of a layer that predicts further tokens. spec: `mtp_spec` of the model's."""
     return _shapes(MTP(spec, _KIT, Decoder(spec, _KIT)).slots())

@@ -11,7 +11,6 @@ is left out (launching kernels, sampling, Python) is little beside some hundred 
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -25,7 +24,7 @@ from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
-from nanovllm_cli.models.outline import shapes_of
+from nanovllm_cli.models.outline import matrices_of, shapes_of
 from nanovllm_cli.planning.facts import Facts, TensorClass
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -90,12 +89,12 @@ def plan_weights(
     formats, names = WeightFormats(checkpoint, reader, wanted), names_of(checkpoint)
     shapes = shapes_of(facts.spec)
     layers: Counter[Format | None] = Counter()
-    for ours, shape in shapes.items():
-        form = formats.of(ours) if len(shape) == 2 else None
+    for ours, (num_rows, width) in matrices_of(facts.spec).items():
+        form = formats.of(ours)
         if form is not None and form == wanted:
-            form.check_width(shape[1])
+            form.check_width(width)
         if ours.startswith("blocks."):
-            layers[form] += math.prod(shape)
+            layers[form] += num_rows * width
     unread = {"per_layer_embedding.weight"} | (set() if facts.spec.tied_head else {"embedding.weight"})
     parts = [each for each in shapes if each in unread], [each for each in shapes if ".experts." in each]
     skipped, experts = (formats.num_bytes(dtype, dense_bytes, [checkpoint_name(each, names) for each in part]) for part in parts)
