@@ -93,6 +93,7 @@ def listing(place: int, name: str) -> Any:
         (lambda count: {"tokenizer_class": None}, UnsupportedError, "code that is not run"),
         (listing(3, "a"), CheckpointError, "has 'a' twice"),
         (listing(3, "<|reserved_token_{}|>"), CheckpointError, "twice"),
+        (listing(3, "\ud800"), CheckpointError, "tokenizer_config.json is broken"),
         (listing(999, "<x>"), CheckpointError, "leaves a gap"),
     ],
 )

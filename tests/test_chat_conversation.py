@@ -303,6 +303,10 @@ def test_the_index_is_made_again_where_it_is_damaged_or_stale(tmp_path: Path) ->
     lie["sessions"]["a"]["entry"]["title"] = "as the index says"
     index.write_text(json.dumps(lie))
     assert sessions.entries()[1].title == "as the index says"  # it is read
+    for time_of_none in (1e300, float("nan")):
+        lie["sessions"]["a"]["entry"]["updated"] = time_of_none
+        index.write_text(json.dumps(lie))
+        assert sessions.entries() == good
     os.utime(tmp_path / "a.jsonl", ns=(1, 1))
     assert sessions.entries()[1].title == "what is this?"  # and not trusted for a file that has changed
     (tmp_path / "b.jsonl").unlink()

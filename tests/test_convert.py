@@ -524,6 +524,17 @@ def test_a_tokenizer_that_merges_nothing_is_refused_before_it_is_written(tmp_pat
     assert not (tmp_path / "m.gguf").exists()
 
 
+def test_an_id_far_above_the_others_is_refused_before_it_takes_memory(tmp_path: Path) -> None:
+    """As many tokens as the model has rows, and one of them with an id of none: the library makes a list up to the highest."""
+    shutil.copytree(TINY, tmp_path / "m")
+    path = tmp_path / "m" / "tokenizer.json"
+    data = json.loads(path.read_text())
+    data["model"]["vocab"][next(token for token, number in data["model"]["vocab"].items() if number == 3884)] = 1 << 16
+    path.write_text(json.dumps(data))
+    with pytest.raises(CheckpointError, match="the tokenizer has 65537 tokens and the model 4096"):
+        converted(tmp_path / "m", tmp_path / "m.gguf", "gguf")
+
+
 def test_any_architecture_can_change_its_dtype(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text('{"architectures": ["NobodyKnows"], "x": 1}')
     values = {"a": torch.randn(3, 4), "codes": torch.arange(5), "e": torch.empty(0, 2), "s": torch.tensor(1.5)}

@@ -245,6 +245,21 @@ def test_sums_without_counts_are_refused(tmp_path: Path) -> None:
         read_importance(tmp_path / "f")
 
 
+@pytest.mark.parametrize("count", [2, 3, 8])
+def test_sums_of_as_many_matrices_as_counts_are_read(count: int, tmp_path: Path) -> None:
+    """One matrix of 8 columns is not two of 4, whatever its counts say."""
+    writer = gguf.GGUFWriter(tmp_path / "f", "")
+    writer.add_type("imatrix")
+    writer.add_tensor("a.in_sum2", np.ones((1, 8), np.float32))
+    writer.add_tensor("a.counts", np.arange(1, count + 1, dtype=np.float32)[None])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    with pytest.raises(CheckpointError, match="no counts that go with them"):
+        read_importance(tmp_path / "f")
+
+
 def test_the_command(tmp_path: Path) -> None:
     """By a file and by a calibration; what does not go together is refused."""
     written(tmp_path / "i.gguf", {f"blk.{i}.ffn_up.weight": np.linspace(0.5, 2, 256, dtype=np.float32) for i in range(2)})

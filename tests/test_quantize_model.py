@@ -453,6 +453,9 @@ def test_the_input_is_never_the_output(tmp_path: Path) -> None:
     for output in (source, source / "inside", tmp_path, tmp_path / "link"):
         with pytest.raises(UsageError, match="where the model itself is"):
             quantize("int8", output, source, replace=True)
+    for name in ("model.safetensors", "config.json"):
+        with pytest.raises(UsageError, match="where the model itself is"):
+            quantize("q8_0", source / name, source, replace=True)
     quantize("q8_0", tmp_path / "m.gguf")
     with pytest.raises(UsageError, match="where the model itself is"):
         quantize("q4_0", tmp_path / "m.gguf", tmp_path / "m.gguf", replace=True, requantize=True)
@@ -460,8 +463,13 @@ def test_the_input_is_never_the_output(tmp_path: Path) -> None:
 
 
 def test_a_part_of_a_split_input_is_no_output(tmp_path: Path) -> None:
+    """Nor is what its names lead to, as they do in the hub's cache."""
+    (tmp_path / "blobs").mkdir()
+    for i in range(1, 4):
+        (tmp_path / "blobs" / f"{i}").touch()
+        (tmp_path / f"m-0000{i}-of-00003.gguf").symlink_to(tmp_path / "blobs" / f"{i}")
     path = tmp_path / "m-00001-of-00003.gguf"
-    original = cast(Original, SimpleNamespace(checkpoint=SimpleNamespace(path=path), folder=tmp_path))
+    original = cast(Original, SimpleNamespace(checkpoint=SimpleNamespace(path=path, format="gguf"), folder=tmp_path))
     plan = cast(Plan, SimpleNamespace(kind="gguf"))
     for name in ("m-00001-of-00003.gguf", "m-00003-of-00003.gguf"):
         with pytest.raises(UsageError, match="where the model itself is"):

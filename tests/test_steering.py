@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -23,6 +24,7 @@ from nanovllm_cli.weights.control_vector import read_directions
 from nanovllm_cli.weights.gguf import GGUFFile
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.source import resolve
 from test_cli_driver import Result
 from test_cli_driver import nanovllm as driven
 from test_models import CASES
@@ -174,6 +176,14 @@ def test_a_file_is_made_that_leads_the_model(place: Path) -> None:
     mean = read_directions([ControlVector(str(place / "v.gguf"))], None, 256, 4)
     assert not torch.equal(mean[1], pca[1])
     assert float(mean[1] @ pca[1]) > 0.5
+
+
+def test_the_models_own_files_are_not_replaced(place: Path) -> None:
+    shutil.copytree(resolve("tiny").path, place / "m")
+    before = (place / "m" / "model.safetensors").read_bytes()
+    done = driven(place, "control-vector", "m", *ALL[:4], "-o", "m/model.safetensors", "--force")
+    assert (done.code, "m/model.safetensors is the input" in done.err) == (2, True), done.err
+    assert (place / "m" / "model.safetensors").read_bytes() == before
 
 
 @pytest.mark.parametrize(

@@ -175,6 +175,7 @@ BROKEN: dict[str, tuple[Change, str]] = {
     "a special one twice": (lambda data: data["special_tokens"][3].update(token_str="<s>"), "a control token twice"),
     "one without a name": (lambda data: data["special_tokens"][3].update(token_str=""), "without a name"),
     "one that is filled up": (lambda data: data["special_tokens"][3].update(token_str="<SPECIAL_30>"), "a control token twice"),
+    "one that is no text": (lambda data: data["special_tokens"][3].update(token_str="\ud800"), "tekken.json is broken"),
     "one that is a token": (lambda data: data["special_tokens"][3].update(token_str="a"), "has 'a' twice"),
 }  # fmt: skip
 

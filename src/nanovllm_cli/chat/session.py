@@ -192,7 +192,7 @@ class Sessions:
             with contextlib.suppress(OSError):
                 stat = path.stat()
                 stamp, kept = [stat.st_size, stat.st_mtime_ns], known.get(path.stem)
-                if kept is None or kept["stamp"] != stamp:
+                if kept is None or kept["stamp"] != stamp or kept["entry"]["updated"] != stat.st_mtime:
                     kept = {"stamp": stamp, "entry": asdict(_summary(path, stat.st_mtime))}
                 found[path.stem] = kept
         if found != known:

@@ -92,6 +92,7 @@ def control_vector(
         from nanovllm_cli import steering
         from nanovllm_cli.quantization.logits import MeasuredModel
         from nanovllm_cli.quantization.original import open_original
+        from nanovllm_cli.weights.convert import is_input_file
         from nanovllm_cli.weights.source import resolve
         from nanovllm_cli.weights.writer import exists_already
     if output.exists() and not options.force:
@@ -99,6 +100,8 @@ def control_vector(
     progress = ProgressLine(screen)
     resolved = resolve(name, offline=source.offline, revision=source.revision, progress=progress)
     with open_original(name, resolved.path) as original:
+        if is_input_file(original.checkpoint, output):
+            raise UsageError(f"{output} is the input", "-o names another output")
         steering.check_model(original.spec)
         pairs = _pairs(original.tokenizer(), texts, original.spec.max_position)
         longest = max(len(ids) for pair in pairs for ids in pair)

@@ -219,10 +219,10 @@ def plan_with_target(
 
 
 def check_apart(original: Original, plan: Plan, output: Path) -> None:
-    """UsageError where the output is the input, or a folder that holds it or lies in it."""
+    """UsageError where the output is the input or one of its files, or a folder that holds it or lies in it."""
     source, target = Path(os.path.realpath(original.checkpoint.path)), Path(os.path.realpath(output))
     nested = plan.kind == "hf" and (original.folder.resolve() in (target, *target.parents) or target in source.parents)
-    if target in map(Path, map(os.path.realpath, _parts_of(source))) or nested:
+    if target == source or convert.is_input_file(original.checkpoint, target) or nested:
         raise UsageError(f"{output}: the output would be where the model itself is", "-o names another output")
 
 

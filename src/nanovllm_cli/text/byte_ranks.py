@@ -45,7 +45,8 @@ def read_tiktoken(text: str, config: Mapping[str, Any]) -> TokenizerParts:
         name = entry.get("content") if isinstance(entry, dict) else None
         flag = not isinstance(entry, dict) or entry.get("special") is not False
         content = name if isinstance(name, str) and name else f"<|reserved_token_{number}|>"
-        special.append(AddedToken(content, special=flag, normalized=False))
+        with guard_library("tokenizer_config.json"):
+            special.append(AddedToken(content, special=flag, normalized=False))
     if len({token.content for token in special}) < len(special):
         raise broken("tokenizer_config.json", "it has a control token twice")
     return TokenizerParts(build(ranks, pre_tokenization("kimi-k2"), special, len(ranks), TIKTOKEN))

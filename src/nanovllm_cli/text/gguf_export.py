@@ -64,9 +64,11 @@ def gguf_vocabulary(
     """
     parts = load_folder(folder)
     source = Tokenizer(parts)
-    if source.vocab_size > vocab_size:
+    # Each id is looked at, of a vocabulary with gaps too: the library writes one out in memory that grows with the highest.
+    num_ids = max(source.vocab_size, *(token_id + 1 for token_id in parts.backend.get_vocab(True).values()))
+    if num_ids > vocab_size:
         raise CheckpointError(
-            f"the tokenizer has {source.vocab_size} tokens and the model {vocab_size}",
+            f"the tokenizer has {num_ids} tokens and the model {vocab_size}",
             "the folder mixes files of different models",
         )
     state = json.loads(parts.backend.to_str())

@@ -15,7 +15,7 @@ from tokenizers import AddedToken
 from nanovllm_cli.text import byte_ranks
 from nanovllm_cli.text.byte_ranks import MAX_TOKENS, ranks_of
 from nanovllm_cli.text.pre_tokenizers import PreTokenization
-from nanovllm_cli.text.vocabulary import TokenizerParts
+from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
 FILE = "tekken.json"
 _broken = partial(byte_ranks.broken, FILE)
@@ -33,7 +33,8 @@ def read_tekken(data: Mapping[str, Any]) -> TokenizerParts:
     if not isinstance(config, dict) or not isinstance(pattern := config.get("pattern"), str):
         raise _broken("it has no pattern to cut texts by")
     special = _special(data, config)
-    tokens = [AddedToken(name, special=True, normalized=False) for name in special]
+    with guard_library(FILE):
+        tokens = [AddedToken(name, special=True, normalized=False) for name in special]
     backend = byte_ranks.build(_ranks(data, config, len(special)), PreTokenization((pattern,)), tokens, 0, FILE)
     bos, eos, pad, unk = map(backend.token_to_id, ("<s>", "</s>", "<pad>", "<unk>"))
     parts = TokenizerParts(backend, bos, eos, pad, unk)

@@ -185,7 +185,7 @@ def check_output(source: Checkpoint, made: Plan, output: Path, *, replace: bool)
     DoesNotFitError where it has no room."""
     inside = Path(os.path.realpath(source.path))
     target = Path(os.path.realpath(output))
-    if target == inside or (made.is_folder and target in inside.parents) or _is_input_file(source, target):
+    if target == inside or (made.is_folder and target in inside.parents) or is_input_file(source, target):
         raise UsageError(f"{output} is the input", "-o names another output")
     _check_name(made, output)
     if os.path.lexists(target) and not replace:
@@ -419,8 +419,8 @@ def _has_family(source: Checkpoint) -> bool:
     return True
 
 
-def _is_input_file(source: Checkpoint, target: Path) -> bool:
-    """Whether `target` is the input under another name (a hard link), or lies among a folder's own files."""
+def is_input_file(source: Checkpoint, target: Path) -> bool:
+    """Whether `target` is the input, also under another name (a link), or lies among a folder's own files."""
     if not target.exists() or not target.is_file():
         return False
     if source.format == "gguf":

@@ -10,6 +10,7 @@ Raises CheckpointError for what is neither, or damaged.
 from __future__ import annotations
 
 import hashlib
+import math
 import struct
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -78,7 +79,7 @@ def _of_gguf(path: Path) -> Iterator[tuple[str, torch.Tensor]]:
                 weight = name.removesuffix(SUMS)
                 counts = file.entries.get(weight + COUNTS)
                 sums = file.entries[name]
-                if counts is None or {sums.dtype_name, counts.dtype_name} != {"F32"} or counts.num_rows != sums.num_rows:
+                if counts is None or {sums.dtype_name, counts.dtype_name} != {"F32"} or math.prod(counts.shape) != sums.num_rows:
                     raise CheckpointError(f"{path}: {weight} has sums, and no counts that go with them", _HINT)
                 if not sums.num_bytes or not counts.num_bytes:
                     raise CheckpointError(f"{path}: {weight} has no numbers", _HINT)
