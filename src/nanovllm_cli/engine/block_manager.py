@@ -63,7 +63,7 @@ class BlockManager:
         caller writes the state that belongs behind all tokens, so that none is needed behind what is found.
         """
         known = self.known(sequence, self._num_reusable(sequence)) if use_cache else []
-        entries = known if brings_state else self.states.usable(known)
+        entries = known if brings_state else self.states.usable(known, sequence)
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
         if self.num_available - revived - fresh < headroom:
@@ -72,7 +72,6 @@ class BlockManager:
             return False
         for entry in entries:
             self._share(entry.block)
-        self.states.note_parting(sequence, known, entries)
         sequence.block_table = [entry.block for entry in entries]
         sequence.block_table.extend(self._take() for _ in range(fresh))
         sequence.num_computed = len(entries) * self.block_size
@@ -96,10 +95,7 @@ class BlockManager:
         index = sequence.num_computed // self.block_size
         if not self.finds_more(sequence, index):
             return 0
-        known = self.known(sequence, self._num_reusable(sequence))
-        usable = self.states.usable(known)
-        self.states.note_parting(sequence, known, usable)
-        entries = usable[index:]
+        entries = self.states.usable(self.known(sequence, self._num_reusable(sequence)), sequence)[index:]
         for position, entry in enumerate(entries, start=index):
             self._share(entry.block)
             self._drop(sequence.block_table[position])

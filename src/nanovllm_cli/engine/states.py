@@ -117,22 +117,19 @@ class States:
         self._prefixes = prefixes
         self._block_size = block_size
 
-    def usable(self, entries: list[Entry]) -> list[Entry]:
-        """Of the first blocks of a sequence those that it can go on behind."""
+    def usable(self, entries: list[Entry], sequence: Sequence | None = None) -> list[Entry]:
+        """Of the first blocks of a sequence those that it can go on behind; it is told where it parts from others."""
         count = len(entries)
         while self.num_states and count and self.pool.behind(entries[count - 1].block) is None:
             count -= 1
+        if sequence is not None:
+            sequence.parting = len(entries) * self._block_size if (len(entries) - count) * self._block_size >= FIRST_KEPT else 0
         return entries[:count]
 
     def use(self, entries: list[Entry]) -> None:
         """What is kept behind the last of these blocks, which are `usable`, counts as used now."""
         if self.num_states and entries:
             self.pool.use(entries[-1].block)
-
-    def note_parting(self, sequence: Sequence, known: list[Entry], usable: list[Entry]) -> None:
-        """known: its first blocks that others have had, usable: those of them that it goes on behind."""
-        apart = (len(known) - len(usable)) * self._block_size
-        sequence.parting = len(known) * self._block_size if apart >= FIRST_KEPT else 0
 
     def give(self, sequence: Sequence, entries: list[Entry]) -> bool:
         """A state for a sequence without one, behind these blocks, which are `usable`: a copy of the one that is kept there, or,
