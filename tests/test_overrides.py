@@ -205,6 +205,8 @@ def test_what_other_settings_cost_is_measured(words: list[str], tmp_path: Path) 
         (["--override-kv", "rope_theta=float:5e5,rope_theta=float:4e5"], 2, "rope_theta has two other values"),
         (["--override-kv", "rope_theta=float:5e5", "--hf-overrides", '{"rope_theta": 4e5}'], 2, "has two other values"),
         (["--override-kv", "num_hidden_layers=2"], 2, "KEY=TYPE:VALUE"),
+        (["--override-kv", "vocab_size=int:-1"], 1, "hint: the files may be sound: they have another vocab_size"),
+        (["--hf-overrides", '{"num_attention_heads": 7, "rope_theta": 5e5}'], 1, "another num_attention_heads and rope_theta"),
         (["--hf-overrides", '{"num_hidden_layers": "two"}'], 2, "num_hidden_layers is a whole number in the model's files"),
         (["--hf-overrides", "num_hidden_layers=2"], 2, "--hf-overrides is not"),
     ],

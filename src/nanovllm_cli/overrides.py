@@ -9,7 +9,7 @@ What nothing asks for while a model is read would change nothing: `check_asked` 
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import UsageError
@@ -55,16 +55,17 @@ def _flat(given: Mapping[Any, Any], path: tuple[str, ...]) -> Iterator[Override]
 
 
 class _Watch(NamedTuple):
-    """waiting: what was replaced and nobody has asked for, and whether the files lack it. unsure: what they lack and somebody may
-    have asked for, who went through all settings."""
+    """names: what was replaced. waiting: of that what nobody has asked for, and whether the files lack it. unsure: what they lack
+    and somebody may have asked for, who went through all settings."""
 
+    names: list[str]
     waiting: dict[tuple[str, ...], bool]
     unsure: list[str]
 
 
-def replaced(config: Mapping[str, Any], overrides: Iterable[Override]) -> Settings:
+def replaced(config: Mapping[str, Any], overrides: Sequence[Override]) -> Settings:
     """A config with other values. Raises UsageError where the file has a value of another kind."""
-    watch = _Watch({}, [])
+    watch = _Watch([each.name for each in overrides], {}, [])
     whole: dict[str, Any] = dict(config)
     for override in overrides:
         place = whole
@@ -164,6 +165,13 @@ class Settings(dict[str, Any]):
 def above_defaults(config: Mapping[str, Any], defaults: Mapping[str, Any]) -> dict[str, Any]:
     """`config` where it says something, null too, which is none."""
     return config.above(defaults) if isinstance(config, Settings) else {**defaults, **config}
+
+
+def blamed(config: Mapping[str, Any]) -> str | None:
+    """A hint for who finds that a model's files make no sense; None where nothing in them was replaced."""
+    if not isinstance(config, Settings) or not config.watch.names:
+        return None
+    return f"the files may be sound: they have another {' and '.join(config.watch.names)}"
 
 
 def check_asked(config: Mapping[str, Any]) -> list[str]:

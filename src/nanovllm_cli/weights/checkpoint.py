@@ -27,7 +27,7 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
-from nanovllm_cli.overrides import Override, replaced
+from nanovllm_cli.overrides import Override, blamed, replaced
 from nanovllm_cli.sampling_params import ONLY_GGUF
 from nanovllm_cli.weights.files import (
     ADAPTER_CONFIG,
@@ -125,6 +125,8 @@ class Checkpoint(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        if isinstance(error, CheckpointError):
+            error.hint = blamed(self.config) or error.hint
         self.close()
 
 
