@@ -1360,6 +1360,8 @@ def test_a_hunyuan_with_experts_is_described_layer_by_layer_where_it_is_publishe
     assert found.shared is not None
     assert (plain.shared.intermediate_size, found.shared.intermediate_size) == (33, 66)
     assert replace(found, shared=None) == replace(plain, shared=None)
+    renamed = {"num_experts_per_tok": config.pop("moe_topk"), "num_local_experts": config.pop("num_experts")}
+    assert spec_from_hf(config | renamed, hf_family(config)).mixture == plain, "transformers takes these names, too"
 
 
 def as_ling(folder: Path) -> None:

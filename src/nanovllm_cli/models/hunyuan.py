@@ -18,7 +18,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, weight_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, usual_keys, weight_keys
 from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 from nanovllm_cli.rope_spec import RopeSpec
@@ -80,15 +80,16 @@ def _vl_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]
     return normed_when_turned(spec)
 
 
+_OTHER_NAMES = {"num_experts_per_tok": "moe_topk", "num_local_experts": "num_experts"}
 _BY_LAYER = ("num_experts", "moe_topk", "moe_intermediate_size", "num_shared_expert")
 
 
 def _one_for_all(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """What it lists of layers as one number for all; its experts are as large as "intermediate_size" says where nothing else is
     said."""
-    found = dict(config)
+    found = {**usual_keys(config, _OTHER_NAMES), **config}
     for key in _BY_LAYER:
-        value = config.get(key)
+        value = found.get(key)
         if isinstance(value, list) and value:
             if any(each != value[0] for each in value):
                 raise UnsupportedError(f"config.json: a {key!r} that is another in some layers", ANOTHER)
