@@ -243,3 +243,16 @@ def test_where_prompts_that_run_together_part_is_seen_too() -> None:
     assert blocks.adopt(second) == 256
     blocks.states.drop(source for source, _ in blocks.states.take_sources([second]))
     assert [count for count, _ in compute(blocks, second)] == [496, 512, 592]
+
+
+def test_blocks_that_were_found_and_could_not_be_gone_on_behind_are_as_new_as_what_comes_behind_them() -> None:
+    """The second prompt computes again what lies behind the last state that it shares; others' blocks of it are what is found."""
+    blocks = BlockManager(40, SIZE, num_states=10)
+    begin = list(range(1000, 1200))
+    for end in (1, 2):
+        sequence = admitted(blocks, [*begin, *[end] * 100])
+        compute(blocks, sequence)
+        blocks.release(sequence)
+    running = admitted(blocks, list(range(5000, 5000 + 23 * SIZE)))  # nine blocks more than are free
+    blocks.release(running)
+    assert admitted(blocks, [*begin, *[2] * 100]).num_computed >= 256

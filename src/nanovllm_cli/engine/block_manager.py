@@ -112,10 +112,7 @@ class BlockManager:
         return 0 if self._prefixes is None else self._prefixes.num_made
 
     def findable(self, sequence: Sequence | None = None) -> list[Entry]:
-        """The full blocks that hold a sequence's beginning and would be found, in order. They stay whose they are.
-
-        Without one all blocks that would, or might if others were there, what was used last first.
-        """
+        """The full blocks that hold a sequence's beginning and would be found; without one, all that might, the latest first."""
         if sequence is not None:
             return self.states.usable(self.known(sequence))
         if self._prefixes is None:
@@ -130,12 +127,12 @@ class BlockManager:
         return [] if self._prefixes is None else self._prefixes.match(sequence, most)
 
     def use(self, sequence: Sequence) -> None:
-        """What would be found of its beginning counts as used now: its first block last, as when it is released."""
-        found = self.findable(sequence)
-        for entry in reversed(found):
+        """What is known of its beginning counts as used now: its first block last, as when it is released."""
+        known = self.known(sequence)
+        for entry in reversed(known):
             if entry.block in self._cached:
                 self._cached.move_to_end(entry.block)
-        self.states.use(found)
+        self.states.use(self.states.usable(known))
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""
@@ -183,6 +180,8 @@ class BlockManager:
         self.states.release(sequence, is_sound=has_sound_state)
         for block in reversed(sequence.block_table):
             self._drop(block)
+        if self.states.num_states:
+            self.use(sequence)  # it had blocks of its own for some that others computed, and could not be gone on behind
         sequence.block_table = []
         sequence.num_computed = sequence.num_held = sequence.num_registered = sequence.last_uid = 0
 
