@@ -27,7 +27,7 @@ from transformers import (
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
 from emulation.late import LateDevice
-from emulation.on_gpu import reads_tasks
+from emulation.on_gpu import know_addresses, reads_tasks
 from engines import greedy, random_model, save, worker_for
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.kernels import cuda_mixture
@@ -95,16 +95,7 @@ FORMATS = ("int8", "fp8", "int4:group=32", "q8_0")  # one for each kind of kerne
 
 @pytest.fixture(autouse=True)
 def whose_addresses_are_known(monkeypatch: pytest.MonkeyPatch) -> None:
-    """To a machine that lets kernels touch nothing else."""
-    known: list[torch.Tensor] = []
-    addresses = cuda_mixture._addresses
-
-    def remembered(matrix: Any) -> list[int]:
-        known.extend(tensor for tensor in (*matrix.weight.task_tensors, matrix.bias) if tensor is not None)
-        return addresses(matrix)
-
-    monkeypatch.setattr(cuda_mixture, "_addresses", remembered)
-    monkeypatch.setattr(Emulator, "by_address", known)
+    know_addresses(monkeypatch)
 
 
 @pytest.fixture(scope="module")

@@ -13,10 +13,10 @@ import pytest
 import torch
 
 from emulation.device import EmulatedDevice
-from emulation.emulator import Emulator, needs_emulation
+from emulation.emulator import needs_emulation
+from emulation.on_gpu import know_addresses
 from engines import engine_for, greedy, num_parameters, run, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.kernels import cuda_mixture
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quantization.walk import Walk
@@ -75,15 +75,7 @@ def test_in_fewer_bits(settings: dict[str, Any], most: float, folder: Path) -> N
 
 @needs_emulation
 def test_a_gpus_tokens_are_those_of_the_cpu_and_steps_are_recorded(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    known: list[torch.Tensor] = []
-    addresses = cuda_mixture._addresses
-
-    def remembered(matrix: Any) -> list[int]:
-        known.extend(tensor for tensor in (*matrix.weight.task_tensors, matrix.bias) if tensor is not None)
-        return addresses(matrix)
-
-    monkeypatch.setattr(cuda_mixture, "_addresses", remembered)
-    monkeypatch.setattr(Emulator, "by_address", known)
+    know_addresses(monkeypatch)
     recorded, eager = EmulatedDevice(), EmulatedDevice()
     answers = tokens(engine_on(folder, recorded), greedy(6))
     assert recorded.graphs

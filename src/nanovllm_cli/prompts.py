@@ -21,6 +21,11 @@ def token_ids(prompt: Prompt, encode: Callable[[str], list[int]]) -> list[int]:
     return ids if isinstance(ids, TokenIds) else list(ids)
 
 
+def num_equal(a: Sequence[int], b: Sequence[int]) -> int:
+    """How many tokens two begin with alike."""
+    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
+
+
 def listed(prompts: Prompt | Sequence[Prompt]) -> list[Prompt]:
     """One prompt or several, told apart by what is inside: a list of ints is one prompt. Arrays and tensors are lists, too."""
     if hasattr(prompts, "tolist"):

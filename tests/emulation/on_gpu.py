@@ -11,7 +11,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import pytest
 import torch
@@ -29,6 +29,22 @@ Dims = tuple[int, int, int]
 def reads_tasks(kernel: Kernel) -> bool:
     """Whether it finds tensors by addresses in its first argument."""
     return "EXPERTS" in dict(kernel.constants)
+
+
+def know_addresses(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of what tasks of experts find by them, to a machine that lets kernels touch nothing else."""
+    from emulation.emulator import Emulator
+    from nanovllm_cli.kernels import cuda_mixture
+
+    known: list[torch.Tensor] = []
+    addresses = cuda_mixture._addresses
+
+    def remembered(matrix: Any) -> list[int]:
+        known.extend(tensor for tensor in (*matrix.weight.task_tensors, matrix.bias) if tensor is not None)
+        return addresses(matrix)
+
+    monkeypatch.setattr(cuda_mixture, "_addresses", remembered)
+    monkeypatch.setattr(Emulator, "by_address", known)
 
 
 def missing() -> str | None:

@@ -19,6 +19,7 @@ from typing import TYPE_CHECKING, Any
 from nanovllm_cli.chat.conversation import Message
 from nanovllm_cli.cli.question import is_sound
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
+from nanovllm_cli.prompts import num_equal
 from nanovllm_cli.senses import kinds_of, read_parts
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
@@ -197,7 +198,7 @@ def _same_text(
     kept: Sequence[int], fresh: Sequence[int], piece: Callable[[int], bytes], empty: re.Pattern[bytes] | None
 ) -> tuple[int, int]:
     """How many tokens of `kept` say what so many of `fresh` do: the most at which both have a border. See `graft`."""
-    same = _num_equal(kept, fresh)
+    same = num_equal(kept, fresh)
     rest = b"".join(map(piece, fresh[same:]))
     starts = {0: same}  # offset in `rest` -> token of `fresh` that begins there
     at = 0
@@ -217,10 +218,6 @@ def _same_text(
         else:
             break
     return best
-
-
-def _num_equal(a: Sequence[int], b: Sequence[int]) -> int:
-    return next((i for i, (x, y) in enumerate(zip(a, b, strict=False)) if x != y), min(len(a), len(b)))
 
 
 def _blocks(

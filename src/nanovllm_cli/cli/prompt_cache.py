@@ -5,13 +5,12 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Sequence
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.cli import signals
 from nanovllm_cli.errors import OutputError, UsageError
+from nanovllm_cli.prompts import num_equal
 from nanovllm_cli.vision_spec import TokenIds
 
 if TYPE_CHECKING:
@@ -47,8 +46,7 @@ class PromptCache:
             self._common, self._num_found = own, num_found
             self._answer = [] if images else list(answer)
         else:
-            same = sum(takewhile(bool, map(eq, self._common, own)))
-            self._common, self._answer = self._common[:same], []
+            self._common, self._answer = self._common[: num_equal(self._common, own)], []
             self._num_found = min(self._num_found, num_found)  # the first one's: what others found, it had read
 
     def write(self, llm: LLM) -> None:

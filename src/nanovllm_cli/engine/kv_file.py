@@ -30,8 +30,6 @@ from bisect import bisect_right
 from collections.abc import Iterator
 from importlib.metadata import version
 from io import BufferedReader
-from itertools import takewhile
-from operator import eq
 from pathlib import Path
 from typing import NamedTuple
 
@@ -41,6 +39,7 @@ from nanovllm_cli.engine.prefix_cache import ROOT_UID, Entry
 from nanovllm_cli.engine.sequence import Request, Salt, Sequence
 from nanovllm_cli.errors import NanovllmError, OutputError
 from nanovllm_cli.folders import state_folder
+from nanovllm_cli.prompts import num_equal
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.json_file import parse_json
 from nanovllm_cli.weights.writer import OutputFile, check_room
@@ -284,11 +283,12 @@ class _Loading:
 
     def _take(self, index: int, before: list[int], wanted: list[int] | None) -> Sequence | None:
         """Puts into the cache what a stretch has behind these tokens: a sequence that ends there, None where that can't be."""
-        stretch, size, salt = self._header.stretches[index], self._header.block_size, _salt(self._header.stretches[index])
+        stretch, size = self._header.stretches[index], self._header.block_size
+        salt = stretch.salt, tuple(stretch.lora)
         count = len(stretch.token_ids)
         if wanted is not None:
-            same = takewhile(bool, map(eq, stretch.token_ids, wanted[len(before) :]))
-            count = sum(same) // size * size if wanted[: len(before)] == before else 0
+            is_begun = wanted[: len(before)] == before
+            count = num_equal(stretch.token_ids, wanted[len(before) :]) // size * size if is_begun else 0
         token_ids = before + stretch.token_ids[:count]
         known = self._blocks.known(_stand_in(token_ids, salt))
         if len(known) * size < len(before):
@@ -419,10 +419,6 @@ def _own_key() -> bytes:
     if len(key) != KEY_BYTES:
         raise OutputError(f"{path} is damaged", "delete it; KV that was saved with it is of no use any more")
     return key
-
-
-def _salt(stretch: Stretch) -> Salt:
-    return stretch.salt, tuple(stretch.lora)
 
 
 def _stand_in(token_ids: list[int], salt: Salt) -> Sequence:
