@@ -61,6 +61,24 @@ def test_a_prompt_is_kept_with_its_answer_unless_the_file_had_most_of_it() -> No
     assert kept() == []
 
 
+def test_a_prompt_that_its_answer_makes_another_is_kept_alone_and_what_cannot_be_kept_is_said(
+    caplog: pytest.LogCaptureFixture
+) -> None:
+    class Picky(Model):
+        def save_kv(self, ids: Sequence[int], path: Path) -> int:
+            return super().save_kv(ids, path) if len(ids) == 40 else 0
+
+    caplog.set_level("WARNING", "nanovllm_cli")
+    for length, expected in ((40, 1), (41, 0)):
+        model, cache = Picky(), PromptCache(Path("it"), is_read_only=False)
+        cache.note(range(length), 0, [5])
+        cache.write(model)  # type: ignore[arg-type]
+        assert len(model.saved) == expected
+    assert [record.message for record in caplog.records] == [
+        "it: nothing is kept: no whole block of the prompt can be found again"
+    ]
+
+
 def test_of_several_prompts_their_common_beginning_is_kept() -> None:
     first, second = [1, 2, 3, 4, 5], [1, 2, 3, 9]
     assert kept((first, 0, ()), (second, 3, ())) == [[1, 2, 3]]

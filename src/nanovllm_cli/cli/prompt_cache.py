@@ -54,8 +54,12 @@ class PromptCache:
         if self._is_read_only or not self._common or self._num_found >= ENOUGH * len(self._common):
             return
         with signals.held(firmly=False):
-            kept = llm.save_kv(self._common + self._answer, self._path)
-        logger.info("%s: %d tokens are kept", self._path, kept)
+            # Where angles follow the prompt's length (ModelSpec.rope_regime), that with its answer is another prompt.
+            kept = llm.save_kv(self._common + self._answer, self._path) or llm.save_kv(self._common, self._path)
+        if kept:
+            logger.info("%s: %d tokens are kept", self._path, kept)
+        else:
+            logger.warning("%s: nothing is kept: no whole block of the prompt can be found again", self._path)
 
 
 def prompt_cache(path: str | None, *, is_read_only: bool) -> PromptCache | None:
