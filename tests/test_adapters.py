@@ -120,6 +120,10 @@ CASES: dict[str, tuple[Any, dict[str, Any]]] = {
         {"target_modules": ["q_proj", "v_proj", "f_proj", "b_proj", "g_proj", "o_proj", "kv_a_proj_with_mqa", "kv_b_proj"]},
     ),
     "hrm": (TEXTS["hrm, twice three and one"], {"target_modules": ["q_proj", "self_attn.gate_proj", "o_proj", "down_proj"]}),
+    "dory": (
+        TEXTS["dory, two layers thrice"],
+        {"target_modules": ["q_proj", "self_attn.gate_proj", "o_proj", "mlp.gate_proj", "down_proj"]},
+    ),
     "olmo hybrid": (
         TEXTS["olmo hybrid"],
         {"target_modules": ["q_proj", "k_proj", "v_proj", "g_proj", "a_proj", "b_proj", "o_proj", "down_proj"]},

@@ -291,7 +291,8 @@ def test_bits_are_those_of_rope_and_cache_and_then_attention(name: str, splits: 
     if plain.kv_heads > 1:  # as behind gates
         plain = plain._replace(qkv=behind_nan(plain.qkv, plain.heads * dim))
     turned = plain._replace(**gains, eps=1e-6, norm_offset=0.5, cos=angles.cos(), sin=angles.sin(), interleaved=interleaved)
-    turned = turned._replace(turned=name.startswith("turned first"))
+    if name.startswith("turned first"):  # each head of q has its own gains then
+        turned = turned._replace(turned=True, q_norm=random(plain.heads, dim, dtype=plain.qkv.dtype))
     scales = [None, None]
     if inputs.options["k_scale"] is not None:  # powers of two, which can be multiplied with again
         scales = [2.0 ** torch.randint(-2, 3, (plain.kv_heads,)).float() for _ in "kv"]

@@ -148,6 +148,7 @@ def test_norms_may_come_behind_the_rotation(shape: Shape, norms: str, order: int
     """The length of a head is another then, where angles come with a factor."""
     args = make(shape, *KINDS[shape.vector][0])
     args |= {"turned": True, "cos": 2 * args["cos"]} | {f"{name}_norm": None for name in "qkv" if name not in norms}
+    args["q_norm"] = random(shape.heads, shape.dim, dtype=args["qkv"].dtype)  # each head's own
     check(args, Emulator(order))
 
 

@@ -364,7 +364,8 @@ def test_rope_cache_and_attention_equal_reference(
         options["sinks"] = randn(heads)
     if options.get("distances"):
         options["distances"] = 3 * randn(heads, 2 * max(lens) + 64)
-    options |= {"q_norm": randn(dim, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
+    own = (heads, dim) if options.get("norm_last") else (dim,)
+    options |= {"q_norm": randn(*own, dtype=dtype), "k_norm": randn(dim, dtype=dtype), "norm_offset": 0.5}
     value_dim, before = int(options.get("values", dim)), (heads + kv_heads) * dim  # type: ignore[call-overload]
     if options.get("v_norm"):
         options["v_norm"] = randn(value_dim, dtype=dtype)
@@ -380,7 +381,7 @@ def test_rope_cache_and_attention_equal_reference(
 
         def normed(part: torch.Tensor, norm: str) -> torch.Tensor:
             gains = options[norm].float()  # type: ignore[attr-defined]
-            return reference.add_rms_norm(part.reshape(-1, part.shape[-1]).float(), None, gains, 1e-6, 0.5).reshape(part.shape)
+            return reference.add_rms_norm(part.float(), None, gains, 1e-6, 0.5)
 
         def turned(part: torch.Tensor, norm: str, angles: torch.Tensor = angles) -> torch.Tensor:
             interleaved = bool(options.get("interleaved"))

@@ -37,6 +37,7 @@ from transformers import (
     DeepseekV2Config,
     DeepseekV3Config,
     DeepseekV32Config,
+    DoryConfig,
     Dots1Config,
     Ernie4_5_MoeConfig,
     Ernie4_5_VLMoeConfig,
@@ -258,6 +259,11 @@ LING_3 = {name: value for name, value in SMALL.items() if name != "num_key_value
 }
 HRM = {name: value for name, value in SMALL.items() if name not in ("num_hidden_layers", "num_key_value_heads")} | {
     "num_hidden_layers": 2,
+}
+DORY = SMALL | {
+    "num_hidden_layers": 5, "n_input_layers": 1, "n_output_layers": 2, "n_recurrent_loops": 3, "sliding_window": 20,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention", "sliding_attention", "full_attention"],
+    "initializer_range": 1.0, "ngpt_alpha_init": 0.4,
 }
 LARA = {name: value for name, value in SMALL.items() if name != "intermediate_size"} | DELTA | {
     "num_hidden_layers": 4, "tie_word_embeddings": True, "sliding_window": 20, "num_experts": 5, "num_experts_per_tok": 3,
@@ -848,6 +854,12 @@ CASES: dict[str, Any] = {
         "H_cycles": 3, "L_cycles": 1, "num_hidden_layers": 1, "tie_word_embeddings": True, "embedding_scale": 3.7, "head_dim": 8,
         "rms_norm_eps": 0.01,
     }, **rope("linear", factor=4.0)),
+    "dory, two layers thrice": DoryConfig(**DORY),
+    "dory, one after the other, tied, other bases": DoryConfig(**DORY | {
+        "n_recurrent_loops": 1, "n_recurrent_layers": 0, "n_output_layers": 4, "tie_word_embeddings": True, "layer_types": None,
+        "rope_parameters": {"sliding_attention": {"rope_type": "linear", "rope_theta": 2e3, "factor": 2.0},
+                            "full_attention": {"rope_type": "default", "rope_theta": 5e4}},
+    }),
     "hunyuan moe, 3 of 5 and shared, another base": HunYuanMoEV1Config(
         **WIDE_EXPERTS | {"tie_word_embeddings": True}, num_experts=5, moe_topk=3, **rope("dynamic", factor=1.0, alpha=50.0),
     ),
@@ -1059,7 +1071,7 @@ COUNTED = [
     "zamba2, one shared, adapters of attention, positions, groups, time steps that are held",
     "a.x k1, 3 of 8 in two of four groups, dense layers between",
     "a.x k2, 3 of 8 in two of four groups, dense layers between", "ling 3, 3 of 8 in two of four groups",
-    "hrm, twice three and one",
+    "hrm, twice three and one", "dory, two layers thrice",
 ]  # fmt: skip
 
 
@@ -1070,7 +1082,7 @@ def test_numbers_are_counted_as_transformers_has_them(case: str) -> None:
     names = {"_hc.": "other", ".hc_": "other", "norm": "norms", "ln_": "norms",
              "altup": "other", "laurel": "other", "per_layer": "per layer", "embed_out": "head",
              "embed": "embedding", "wte": "embedding", "wpe": "embedding", "attention": "attention", "lm_head": "head",
-             "attn": "attention",
+             "attn": "attention", "lambda_1": "attention", "lambda_2": "mlp",
              **dict.fromkeys((f"mixer.{part}" for part in ("up", "down", "gate.", "experts", "shared", "fc")), "mlp"),
              "mixer": "attention",
              "mamba": "attention", "mlp": "mlp", "feed_forward": "mlp", "experts": "mlp", "router": "mlp",

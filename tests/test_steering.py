@@ -140,6 +140,7 @@ def test_models_that_none_can_be_made_of(tmp_path: Path) -> None:
         ("streams", CASES["gemma3n"], "several residual streams"),
         ("connections", CASES["hy 4, a layer goes by another"], "several residual streams"),
         ("passes", CASES["hrm, twice three and one"], "layers of a hrm_text model run several times"),
+        ("loops", CASES["dory, two layers thrice"], "layers of a dory model run several times"),
         ("flat", Qwen3Config(**SMALL | {"num_hidden_layers": 2}), "a model of 2 layers has none"),
     ):
         with open_checkpoint(save(random_model(config), tmp_path / name)) as checkpoint:

@@ -60,7 +60,7 @@ FAMILIES = [
     "gemma4, keys are values", "gemma4, 2 of 5 beside", "deepseek v3, 3 of 5 and shared", "youtu",
     "hy 4, a layer goes by another",
     "glm 5, a layer goes by another", "a.x k2, 9 of what is before",
-    "hrm, twice three and one", "ling 3, 3 of 8 in two of four groups",
+    "hrm, twice three and one", "dory, two layers thrice", "ling 3, 3 of 8 in two of four groups",
     "command a+, 2 of 5 and shared",
     "afmoe, 2 of 5 and shared", "laguna, 2 of 5 and shared", "mimo v2, 2 of 5", "zaya, 1 of 5 or none",
     "mistral4, 3 of 5 and shared",

@@ -97,7 +97,8 @@ class AttentionSpec:
     of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and
     head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
     read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved: queries and keys
-    are, before they meet.
+    are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are squares of the
+    checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
     """
 
     num_heads: int
@@ -131,6 +132,8 @@ class AttentionSpec:
     latent: LatentSpec | None = None
     read_size: int = 0
     convolved: ConvolvedSpec | None = None
+    query_factor: float | None = None
+    gate_factor: float | None = None
 
     @property
     def past(self) -> ConvSpec:
@@ -206,6 +209,7 @@ class AttentionSpec:
         if self.convolved is not None:
             channels = queries + self.num_kv_heads * self.head_dim
             biases += channels * (self.convolved.taps + 2 + self.head_dim * self.convolved.head_taps) + self.num_kv_heads
+        biases += queries * sum(factor is not None for factor in (self.query_factor, self.gate_factor))
         read_size = self.read_size or hidden_size
         return read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
 

@@ -11,7 +11,7 @@ from typing import Any, Literal
 
 from nanovllm_cli.curve_spec import GATED, Activation, XieluSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
-from nanovllm_cli.passes_spec import PassesSpec
+from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.router_spec import RouterSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
@@ -27,7 +27,8 @@ class MLPSpec:
     down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
     see `kernels.reference.sparse_gate`; None: all. limit: act(gate) is that at the most, and up lies between it and its negative
     (Step 3.5), of silu alone; None: they are as they are. gate_held: the gate is that at the most, not what act makes of it
-    (Maple). normed: what down reads is normed (BitNet). down_bias: that alone has a bias."""
+    (Maple). normed: what down reads is normed (BitNet). down_bias: that alone has a bias. factor: each column of gate and up is
+    times a number of the checkpoint's times this (nGPT); None: they have none."""
 
     intermediate_size: int
     activation: Activation = "silu"
@@ -39,6 +40,7 @@ class MLPSpec:
     gate_held: bool = False
     normed: bool = False
     down_bias: bool = False
+    factor: float | None = None
 
     @property
     def gated(self) -> bool:
@@ -54,7 +56,7 @@ class MLPSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
         inner = (2 if self.gated else 1) * self.intermediate_size
-        biases = inner * self.bias + hidden_size * (self.bias or self.down_bias)
+        biases = inner * (self.bias + (self.factor is not None)) + hidden_size * (self.bias or self.down_bias)
         return hidden_size * (inner + self.intermediate_size) + biases
 
     def num_active(self, hidden_size: int) -> int:
@@ -133,7 +135,8 @@ class NormSpec:
     """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
     of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
     mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. after_eps: of norms of what
-    attention and MLP add, where that is another. gains: without, a checkpoint has no weight for it."""
+    attention and MLP add, where that is another. gains: without, a checkpoint has no weight for it. unit: rows come to have a
+    length of 1 instead of numbers that do on average, x / |x|, and eps is added to |x|**2; such have no gains (nGPT)."""
 
     eps: float
     offset: float = 0.0
@@ -142,6 +145,16 @@ class NormSpec:
     shifted: bool = False
     after_eps: float | None = None
     gains: bool = True
+    unit: bool = False
+
+    def at(self, width: int) -> NormSpec:
+        """The same of rows that are so wide, as a norm of their mean square."""
+        return replace(self, eps=self.eps / width, offset=width**-0.5) if self.unit else self
+
+    @property
+    def first_gain(self) -> float:
+        """What a gain is until a checkpoint says it, the offset apart."""
+        return 0.0 if self.unit else 1 - self.offset
 
     def named(self, name: str) -> NormSpec:
         """That of a block's norm of this name."""
@@ -152,7 +165,7 @@ class NormSpec:
         return width * (self.gains + self.shifted)
 
 
-BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original"]
+BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original", "sphere"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),
     "open": ("attention_norm", "mlp_norm", "after_mlp_norm"),
@@ -160,6 +173,7 @@ _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     **dict.fromkeys(("post", "original"), ("after_attention_norm", "after_mlp_norm")),
     "parallel": ("attention_norm",),
     "beside": ("attention_norm", "mlp_norm"),
+    "sphere": (),
 }
 
 
@@ -174,12 +188,14 @@ class BlockSpec:
     parallel  x += mixer(norm(x)) + mlp(norm(x)), one norm for both       (Command R)
     beside    the same with a norm of each                                (GPT-NeoX)
     original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
+    sphere    x = norm(x + r * (norm(mixer(x)) - x)), or with its MLP     (nGPT, Loshchilov et al. 2024; Dory)
 
     Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
     multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
     (ModernBERT's first). rescaled: of "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich"
     (Gemma 3n), or made of all, of "pre" (Hy4). gated_norms: those of its norms, by name, whose numbers are multiplied with the
-    sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2)."""
+    sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has
+    one of both: r is the size of the checkpoint's number of a column times this."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -190,6 +206,7 @@ class BlockSpec:
     streams: StreamsSpec | ConnectionsSpec | None = None
     gated_norms: tuple[str, ...] = ()
     gate_rank: int = 0
+    rate: float | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -206,7 +223,7 @@ class BlockSpec:
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
-        gates = 2 * hidden_size * self.gate_rank * len(self.gated_norms)
+        gates = hidden_size * (2 * self.gate_rank * len(self.gated_norms) + (self.rate is not None))
         return gates + sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
@@ -249,7 +266,8 @@ class ModelSpec:
     are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
     embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
     layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
-    layer; last_norm: where that is another than those of layers. passes: in which layers are computed, None: once, in order."""
+    layer; last_norm: where that is another than those of layers. passes: in which layers are computed, None: once, in order.
+    logit_factor: each token's logit is times a number of the checkpoint's times this (nGPT); None: there are none."""
 
     architecture: str
     vocab_size: int
@@ -272,7 +290,8 @@ class ModelSpec:
     distances: DistanceSpec | None = None
     ends_normed: bool = True
     last_norm: NormSpec | None = None
-    passes: PassesSpec | None = None
+    passes: PassesSpec | LoopSpec | None = None
+    logit_factor: float | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:

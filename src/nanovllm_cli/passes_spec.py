@@ -1,4 +1,4 @@
-"""A model whose layers are gone through several times, as plain values."""
+"""Models whose layers are gone through several times, as plain values."""
 
 from __future__ import annotations
 
@@ -38,3 +38,25 @@ class PassesSpec:
             place += run.end - run.first
             found[place] = run.slow
         return found
+
+
+@dataclass(frozen=True, slots=True)
+class LoopSpec:
+    """Layers from `first` to in front of `end`, of `num_layers`, that are gone through `times` times, each time with keys and
+    values of their own; those in front and behind once (Dory). What those in front leave is added again before each further time,
+    and the sum normed."""
+
+    first: int
+    end: int
+    times: int
+    num_layers: int
+
+    @property
+    def order(self) -> tuple[int, ...]:
+        """See `PassesSpec`."""
+        return (*range(self.first), *(*range(self.first, self.end),) * self.times, *range(self.end, self.num_layers))
+
+    @property
+    def joints(self) -> frozenset[int]:
+        """Places in that order where a time begins."""
+        return frozenset(self.first + (self.end - self.first) * i for i in range(self.times))

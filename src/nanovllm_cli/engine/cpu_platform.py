@@ -156,7 +156,7 @@ class CpuPlatform:
         needed = {
             "experts": any(isinstance(block.mlp, MoESpec) for block in spec.blocks),
             "conv": any(isinstance(mixer, ConvSpec) for mixer in spec.mixers) or is_convolved,
-            "compressed": is_convolved,
+            "compressed": is_convolved or spec.logit_factor is not None,
             "scan": any(isinstance(state, ScanSpec) for state in states),
             "delta": any(isinstance(state, DeltaSpec) for state in states),
             "latent": is_latent,

@@ -12,7 +12,7 @@ def rescale(x: torch.Tensor, shift: torch.Tensor, gains: torch.Tensor) -> torch.
     """x [T, n] itself, changed in place to `compressed_rules.rescaled`."""
     tokens, width = x.shape
     ints = (
-        cpu.address_of(x, x.dtype, tokens, width), cpu.address_of(shift, torch.float32, width),
+        *cpu.rows_of(x, x.dtype, tokens, width), cpu.address_of(shift, torch.float32, width),
         cpu.address_of(gains, torch.float32, width), tokens, width,
     )  # fmt: skip
     cpu.launch(cpu_compressed.rescale, x.numel(), cpu.tags_of(x.dtype), ints)

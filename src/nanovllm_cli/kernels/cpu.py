@@ -356,16 +356,16 @@ def rope_and_cache(
     norm_last: bool = False,
     value_dim: int | None = None,
 ) -> torch.Tensor:
-    """Norm and rotate q and k, with norm_last the other way round; write k and v to the cache, return q [T, heads, dim]. Without
-    v_cache qkv has no v, and K is V as well; reads: it has q alone. value_dim: of a head of v, None: dim. See
-    `cpu_fused.rope_and_cache`."""
+    """Norm and rotate q and k, with norm_last the other way round, and q_norm [heads, dim]; write k and v to the cache, return q
+    [T, heads, dim]. Without v_cache qkv has no v, and K is V as well; reads: it has q alone. value_dim: of a head of v, None:
+    dim. See `cpu_fused.rope_and_cache`."""
     tokens, dtype, half = qkv.shape[0], qkv.dtype, cos.shape[1]
     values = value_dim or dim
     cache, kept = _check_cache(k_cache, v_cache, kv_heads, dim, dtype, values)
     keys = 0 if reads else 1 if v_cache is None else 2
     out = new_tensor((tokens, heads, dim), dtype)
-    sizes = (q_norm, dim), (k_norm, dim), (v_norm, values)
-    norms = (0 if norm is None else address_of(norm, dtype, size) for norm, size in sizes)
+    sizes = (q_norm, (heads, dim) if norm_last else (dim,)), (k_norm, (dim,)), (v_norm, (values,))
+    norms = (0 if norm is None else address_of(norm, dtype, *size) for norm, size in sizes)
     columns = (heads + min(keys, 1) * kv_heads) * dim + keys // 2 * kv_heads * values
     ints = (
         _PAIRS[dtype], *rows_of(qkv, dtype, tokens, columns), tokens, heads, kv_heads, dim, values, _padded(values), keys, *norms,

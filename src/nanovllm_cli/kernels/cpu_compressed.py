@@ -15,9 +15,9 @@ from nanovllm_cli.kernels.simd_sums import sum_of_squares
 
 @kernel(fastmath=FAST)
 def rescale(arguments, thread, team):
-    """x [num_rows, width] = (x + shift) * gains, in place; shift and gains [width] fp32."""
-    tag, x, shift, gains, num_rows, width = fields(arguments)
-    lines = carray(typed_pointer(x, tag), (num_rows, width))
+    """x [num_rows, width] = (x + shift) * gains, in place; shift and gains [width] fp32. Rows lie row_stride numbers apart."""
+    tag, x, row_stride, shift, gains, num_rows, width = fields(arguments)
+    lines = carray(typed_pointer(x, tag), (num_rows, row_stride))
     shifts = carray(typed_pointer(shift, np.float32(0)), (width,))
     factors = carray(typed_pointer(gains, np.float32(0)), (width,))
     for r in share(num_rows, thread, team):

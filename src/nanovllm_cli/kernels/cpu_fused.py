@@ -330,7 +330,8 @@ def rope_and_cache(arguments, thread, team):
 
     qkv [T, (heads + kv_heads) * dim + kv_heads * num_values], whose rows lie row_stride numbers apart. With keys 1 it has no v: K
     is V as well, and there is no v_cache. With keys 0 it has q alone, and nothing is written. q_norm, k_norm, v_norm:
-    addresses of [dim], the last of [num_values], or 0; with norm_last q and k are normed behind their rotation.
+    addresses of [dim], the last of [num_values], or 0; with norm_last q and k are normed behind their rotation, and q_norm is
+    [heads, dim].
     cos, sin: [T, rotary / 2] fp32. k_record, v_record: bytes of one head's part of a block. run [T] int32: tokens from this one
     to the end of its sequence in this step. The token that opens a block zeroes the values behind its run, because attention
     multiplies a masked value by 0, and stale memory may hold a NaN. For the same reason a v that is not finite is kept as zeros,
@@ -343,7 +344,7 @@ def rope_and_cache(arguments, thread, team):
     ) = fields(arguments)  # fmt: skip
     rows = carray(typed_pointer(qkv, tag), (num_tokens, row_stride))
     queries = carray(typed_pointer(q_out, tag), (num_tokens, heads, dim))
-    q_weight = carray(typed_pointer(q_norm, tag), (dim,))
+    q_weights = carray(typed_pointer(q_norm, tag), (heads, dim))
     k_weight = carray(typed_pointer(k_norm, tag), (dim,))
     v_weight = carray(typed_pointer(v_norm, tag), (num_values,))
     angle_cos = carray(typed_pointer(cos, np.float32(0)), (num_tokens, rotary // 2))
@@ -361,6 +362,7 @@ def rope_and_cache(arguments, thread, team):
         source = rows[t, : parts * dim].reshape((parts, dim))
         c, s = angle_cos[t], angle_sin[t]
         for i in range(h * group, (h + 1) * group):
+            q_weight = q_weights[i if last else 0]
             _norm_and_rotate(tag, source[i], buffer, q_weight, q_norm != 0, eps, norm_offset, last, c, s, rotary, interleaved)
             target = queries[t, i]
             for d in range(dim):

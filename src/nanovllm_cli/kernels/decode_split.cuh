@@ -224,6 +224,7 @@ DEVICE void take_heads(Heads& heads, const Projected& projected, const Split& sp
     gains[pass] = head[pass] < key ? projected.q_norm : nullptr;
     if (head[pass] == key) gains[pass] = projected.k_norm;
     if (head[pass] == value) gains[pass] = projected.v_norm;
+    if (TURNED && gains[pass] && head[pass] < key) gains[pass] += (split.head + head[pass]) * HEAD_DIM;
     if (gains[pass]) mine[pass].load_gains(place, gains[pass]);
   }
   const int newest_block = split.has_newest ? block_of(table, split.end - 1) : 0;

@@ -182,7 +182,7 @@ class Ops(Protocol):
         """x [T, rank + 2 * N] fp32 -> [T, rank] of dtype, and [T, 2 * N] fp32: see `state_rules.scan_parts`."""
 
     def rescale(self, x: torch.Tensor, shift: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
-        """x [T, n] itself, changed in place to `compressed_rules.rescaled`; shift and gains [n] fp32."""
+        """x [T, n] itself, which may be columns, changed in place to `compressed_rules.rescaled`; shift and gains [n] fp32."""
 
     def with_open_gates(self, x: torch.Tensor, channels: int) -> torch.Tensor:
         """See `compressed_rules.with_open_gates`."""

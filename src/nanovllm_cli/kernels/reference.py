@@ -277,7 +277,8 @@ def qk_norm_rope(
     turned: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """q [T, heads, D] and k, v [T, kv_heads, D] of qkv [T, (heads + 2 kv_heads) * D]: their heads normed, where there is a norm
-    [D], then those of q and k rotated; or with turned rotated first. Not rounded yet."""
+    [D], then those of q and k rotated; or with turned rotated first, with gains of each head of q, [heads, D]. Not rounded
+    yet."""
     head_rows = wide(qkv).reshape(qkv.shape[0], heads + 2 * kv_heads, -1)
     q, k, v = torch.split(head_rows, [heads, kv_heads, kv_heads], dim=1)
     if turned:

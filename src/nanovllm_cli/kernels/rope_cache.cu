@@ -1,8 +1,9 @@
 // What happens to q, k and v between their projection and attention: norm of each head, rotation of those of q and k by position
-// (or first the rotation: TURNED), and the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and the angles, and how lanes share a
-// head. In steps of decodes attention does it itself (decode_split.cuh). With no kv_heads there is q alone, and no write.
+// (or first the rotation: TURNED), and the write of k and v to their slots of the paged cache. heads.cuh has qkv, the gains and
+// the angles, and how lanes share a head. In steps of decodes attention does it itself (decode_split.cuh). With no kv_heads there
+// is q alone, and no write.
 //
-//   q_norm, k_norm, v_norm: gains, or null
+//   q_norm, k_norm, v_norm: gains, or null; with TURNED each head of q has its own, q_norm [heads, dim]
 //   slots [T] int64 = block * BLOCK_SIZE + offset; -1 is padding: nothing is written to the cache
 //   q [T, heads, dim] DTYPE;  k_cache, v_cache [blocks, kv_heads, BLOCK_SIZE, dim] KV_DTYPE: fp8 is divided by k_scale, v_scale
 //   [kv_heads] fp32; int8 leaves its scales there, [blocks, kv_heads, BLOCK_SIZE]; null for other types
@@ -24,6 +25,7 @@ rope_and_cache(const DTYPE* qkv, const DTYPE* q_norm, const DTYPE* k_norm, const
 
   // Gains are weights: their way from memory is spent waiting for the projection.
   const DTYPE* gains = is_query ? q_norm : is_value ? v_norm : k_norm;
+  if (TURNED && is_query && gains) gains += head * dim;
   Head<VECTOR, UNITS> mine;
   if (gains) mine.load_gains(place, gains);
 

@@ -27,7 +27,8 @@ class Projected(NamedTuple):
 
     qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm, v_norm
     [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`. shared: k and v of
-    these tokens, another layer's, are in the cache; qkv is [T, heads * dim]. turned: norms come behind the rotation.
+    these tokens, another layer's, are in the cache; qkv is [T, heads * dim]. turned: norms come behind the rotation, and q_norm
+    is [heads, dim].
     """
 
     qkv: torch.Tensor
@@ -58,9 +59,10 @@ class Projected(NamedTuple):
         assert self.qkv.device == launcher.device
         assert self.qkv.stride(1) == 1
         assert self.qkv.storage_offset() % self.dim == self.qkv.stride(0) % self.dim == 0, "loads begin on a boundary of theirs"
-        for norm in (self.q_norm, self.k_norm, self.v_norm):
+        queries = (self.heads, self.dim) if self.turned else (self.dim,)
+        for norm, shape in ((self.q_norm, queries), (self.k_norm, (self.dim,)), (self.v_norm, (self.dim,))):
             if norm is not None:
-                check(norm, launcher, self.qkv.dtype, self.dim)
+                check(norm, launcher, self.qkv.dtype, *shape)
         check(self.cos, launcher, torch.float32, tokens, half)
         check(self.sin, launcher, torch.float32, tokens, half)
 

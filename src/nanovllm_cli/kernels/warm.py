@@ -289,7 +289,8 @@ def _compressed(dtype: torch.dtype) -> None:
     latent.CpuHeadMatrices(1, 2, 2, dtype).products(compressed.with_open_gates(x, 8), 0, 0)
     compressed.met_heads(x[:, :6].contiguous(), x[:, :4].contiguous(), x[0, :4].contiguous(), x, one, 2, 1, 1e-6)
     compressed.of_the_best(torch.zeros(1, 2), torch.zeros(2))
-    compressed.rescale(x, torch.zeros(8), torch.ones(8))
+    for rows in (x, x.float()):
+        compressed.rescale(rows, torch.zeros(8), torch.ones(8))
 
 
 def _sparse(dtype: torch.dtype) -> None:

@@ -10,6 +10,7 @@ from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
+from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import NormSpec
@@ -54,12 +55,16 @@ class Attention(Projected):
         few = None if cut is None else Cut((spec.num_heads,), spec.num_kv_heads, "none")
         self.gates = Linear(read_size, {"attention_gate": spec.num_heads}, kit, cut=few) if spec.gate_by_head else None
         self.out = Linear(found, {"o": hidden_size}, kit, spec.out_bias)
-        q_gains, k_gains, v_gains = kit.zeros(3, spec.head_dim).fill_(1 - norm.offset)
+        k_gains, v_gains = kit.zeros(2, spec.head_dim).fill_(1 - norm.offset)
+        self._is_turned = spec.qk_norm_of == "turned head"
+        self._query_gains = kit.zeros(spec.num_heads if self._is_turned else 1, spec.head_dim).fill_(1 - norm.offset)
+        q_gains = self._query_gains[self._own_heads if self._is_turned else 0]
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
         assert spec.temperature is None or not spec.qk_norm, "a norm would undo it"
         values = v_gains if spec.value_norm else None
         whole, by_head = spec.qk_norm_of in ("all heads", "each head"), spec.qk_norm_of == "each head"
-        self.norm = HeadNorms(q_gains, k_gains, values, norm.eps, norm.offset) if spec.qk_norm and not whole else HeadNorms()
+        head_eps = norm.at(spec.head_dim).eps
+        self.norm = HeadNorms(q_gains, k_gains, values, head_eps, norm.offset) if spec.qk_norm and not whole else HeadNorms()
         assert not (whole and (values is not None or spec.gated or spec.reads is not None)), "no model has these there"
         sizes = spec.qk_norm_sizes if whole else {}
         all_gains = kit.zeros(sum(sizes.values())).fill_(1 - norm.offset)
@@ -67,7 +72,11 @@ class Attention(Projected):
         self.gains_by_head = all_gains if by_head and sizes else None
         self.eps, self.offset = norm.eps, norm.offset
         self.stored_offset = norm.stored_offset
-        self.found_gains = kit.zeros(q).fill_(1 - norm.offset) if spec.found_norm else None
+        self.found_norm = norm.at(found)
+        self.found_gains = kit.zeros(found).fill_(norm.first_gain) if spec.found_norm else None
+        assert spec.gate_factor is None or (spec.gate_apart and spec.gated and not spec.gate_by_head), "no model has these there"
+        scaled = {"attention_gate": q}
+        self.gate_scales = None if spec.gate_factor is None else Scales(scaled, spec.gate_factor, kit, squared=True)
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
@@ -92,10 +101,13 @@ class Attention(Projected):
         if self.spec.value_scale != 1.0:
             self.ops.scale(found, self.spec.value_scale)
         gates = projected[:, :width] if width else None if self.gates is None else self.gates(x)
+        if gates is not None and self.gate_scales is not None:
+            heads, dim = self._own_heads, self.spec.head_dim
+            self.gate_scales(gates, slice(heads.start * dim, heads.stop * dim))
         found = found if gates is None else self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
         found = found if self._gather is None else self._gather(found)
         if self.found_gains is not None:
-            self.ops.norm_columns(found, self.found_gains, self.eps, self.offset)
+            self.ops.norm_columns(found, self.found_gains, self.found_norm.eps, self.found_norm.offset)
         return found
 
     def _norm_each(self, qkv: torch.Tensor, gains: torch.Tensor) -> None:
@@ -113,15 +125,32 @@ class Attention(Projected):
         if self._whole.gated and not self._whole.gate_apart:
             slots["q.weight"] = WeightSlot(slots["q.weight"].shape, self._load_gated)
         for part in self._whole.qk_norm_sizes:
+            if part == "q" and self._is_turned:
+                slots["q_norm.weight"] = WeightSlot((self._whole.head_dim,), self._load_turned)
+                continue
             gains = self.whole_norms.get(part, self.norm.q if part == "q" else self.norm.k)
             assert gains is not None
             gains = gains if self.gains_by_head is None else gains.view(-1, self._whole.head_dim)
             slots[f"{part}_norm.weight"] = table_slot(gains, self.stored_offset)
-        if self.found_gains is not None:
+        if self._whole.query_factor is not None:
+            slots["query_scales"] = WeightSlot((self._query_gains.numel(),), self._load_squares)
+        slots |= {} if self.gate_scales is None else self.gate_scales.slots()
+        if self.found_gains is not None and self.found_norm.gains:
             slots["found_norm.weight"] = table_slot(self.found_gains, self.stored_offset)
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
         return slots
+
+    def _load_turned(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        """Gains that all heads have: kernels that turn first look for each head's own."""
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+        self._query_gains[:, first : first + len(rows)].copy_(rows.float() - self.stored_offset)
+
+    def _load_squares(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        """Each head's own, see `AttentionSpec.query_factor`."""
+        assert isinstance(rows, torch.Tensor), "tables are plain numbers"
+        assert self._whole.query_factor is not None
+        self._query_gains.flatten()[first : first + len(rows)].copy_((rows.float() * self._whole.query_factor).square())
 
     def _load_twice(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         """Rows of k that are those of v as well: so kernels need not know, and the layers that have it are few."""

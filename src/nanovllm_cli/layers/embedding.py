@@ -6,6 +6,7 @@ import torch
 
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
+from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.quant.storage import WeightStorage
 
@@ -27,17 +28,22 @@ class Embedding:
 class Head:
     """hidden rows -> logits [R, vocab] fp32. Tied: no weight of its own."""
 
-    def __init__(self, vocab_size: int, width: int, kit: Kit, tied: bool, bias: bool = False) -> None:
+    def __init__(
+        self, vocab_size: int, width: int, kit: Kit, tied: bool, bias: bool = False, factor: float | None = None
+    ) -> None:
         cut = Cut((vocab_size,), gathers="first")  # only that one draws
         self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width, cut)
         self.bias = kit.zeros(vocab_size, dtype=torch.float32) if bias else None  # as logits are
+        self.scales = None if factor is None else Scales({"head": vocab_size}, factor, kit)
         self.tied = tied
 
     def __call__(self, x: Hidden) -> torch.Tensor:
-        return self.weight.matmul(x, self.bias, torch.float32)
+        logits = self.weight.matmul(x, self.bias, torch.float32)
+        return logits if self.scales is None else self.scales(logits)
 
     def slots(self) -> Slots:
         slots: Slots = {} if self.tied else {"weight": storage_slot(self.weight)}
+        slots |= {} if self.scales is None else {"scales": self.scales.slots()["head_scales"]}
         return slots | ({} if self.bias is None else {"bias": table_slot(self.bias)})
 
 

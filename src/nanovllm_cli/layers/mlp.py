@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
+from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import MLPSpec, NormSpec
 
@@ -23,10 +24,12 @@ class MLP:
         if spec.limit is not None and not spec.gate_held:
             self._most_gate = _silu_inverse(spec.limit)
         self.curve = None if spec.curve is None else spec.curve.factors
-        self.ops, self.norm = kit.ops, norm
-        self.gains = kit.zeros(inner).fill_(1 - norm.offset) if spec.normed else None
+        self.ops, self.norm = kit.ops, norm.at(inner)
+        self.gains = kit.zeros(inner).fill_(norm.first_gain) if spec.normed else None
+        self.scales = None if spec.factor is None else Scales(spec.parts, spec.factor, kit)
         assert spec.cutoff is None or spec.gated, "no model has few of what is not gated"
         assert spec.limit is None or (spec.activation == "silu" and spec.cutoff is None), "no model holds others"
+        assert spec.factor is None or (spec.activation == "silu" and spec.limit is None), "nor has these there"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
         self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias or spec.down_bias)
@@ -50,10 +53,13 @@ class MLP:
             return self.ops.xielu(self.gate_up(x), *self.curve)
         if self.activation == "lone_relu":
             return self.ops.clip(self.gate_up(x), 0.0, math.inf)
-        if self.cutoff is None and self.limit is None:
+        if self.cutoff is None and self.limit is None and self.scales is None:
             return self.gate_up.gated(x, self.activation)
         both = self.gate_up(x)
         gate, up = both[:, : self.num_gates], both[:, self.num_gates :]
+        if self.scales is not None:
+            self.scales(both)
+            return self.ops.gated(gate, up, self.activation)
         if self.limit is not None:  # SiLU grows wherever it is above 0, so its argument may be held in its place
             self.ops.clip(gate, -math.inf, self._most_gate)
             self.ops.clip(up, -self.limit, self.limit)
@@ -62,8 +68,10 @@ class MLP:
         return self.ops.gated(self.ops.sparse_gate(gate, self.cutoff), up, self.activation)
 
     def slots(self) -> Slots:
-        slots = self.gate_up.slots() | self.down.slots()
-        return slots if self.gains is None else slots | {"inner_norm.weight": table_slot(self.gains, self.norm.stored_offset)}
+        slots = self.gate_up.slots() | self.down.slots() | ({} if self.scales is None else self.scales.slots())
+        if self.gains is not None and self.norm.gains:
+            slots["inner_norm.weight"] = table_slot(self.gains, self.norm.stored_offset)
+        return slots
 
 
 def _silu_inverse(y: float) -> float:

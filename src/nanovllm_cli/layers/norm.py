@@ -16,9 +16,9 @@ class RMSNorm:
     where the spec says so, and shifted."""
 
     def __init__(self, spec: NormSpec, width: int, kit: Kit) -> None:
-        self.spec = spec
+        self.spec = spec.at(width)
         self.ops = kit.ops
-        self.weight = kit.zeros(width).fill_(1 - spec.offset)
+        self.weight = kit.zeros(width).fill_(spec.first_gain)
         self.bias = kit.zeros(width) if spec.shifted else None
 
     def __call__(self, x: Addend | None, residual: torch.Tensor) -> Hidden:

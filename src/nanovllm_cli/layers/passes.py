@@ -1,15 +1,15 @@
-"""What lies between stacks of layers that are gone through several times: see `PassesSpec`."""
+"""What lies between stacks of layers that are gone through several times: see `PassesSpec` and `LoopSpec`."""
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels.ops import Addend, plain
+from nanovllm_cli.kernels.ops import Addend, Ops, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.model_spec import NormSpec
-from nanovllm_cli.passes_spec import PassesSpec
+from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 
 
 class Passes:
@@ -25,7 +25,7 @@ class Passes:
     def begin(self, embedded: torch.Tensor) -> torch.Tensor:
         """embedded [T, width] -> what the first run reads."""
         self._slow = embedded
-        stream = self._copy(embedded)
+        stream = _copied(embedded, self.ops)
         self.ops.add_row(stream, self.first_fast)
         return stream
 
@@ -36,13 +36,40 @@ class Passes:
             self._slow = made
         else:
             self._fast = made
-        return self.ops.add(self._copy(made), self._fast if self.joints[place] else self._slow)
-
-    def _copy(self, rows: torch.Tensor) -> torch.Tensor:
-        """Streams are changed in place, and these are still read."""
-        copy = self.ops.room(rows.shape[0], rows.shape[1], rows.dtype)
-        self.ops.put_columns(rows, copy, 0)
-        return copy
+        return self.ops.add(_copied(made, self.ops), self._fast if self.joints[place] else self._slow)
 
     def slots(self) -> Slots:
         return {"passes.first_fast": table_slot(self.first_fast)}
+
+
+class Loops:
+    """The same of layers that are gone through several times between others."""
+
+    def __init__(self, spec: LoopSpec, norm: NormSpec, width: int, kit: Kit) -> None:
+        assert norm.unit, "no model sums up others"
+        self.ops, self.joints, self.first = kit.ops, spec.joints, spec.first
+        self.norm = RMSNorm(norm, width, kit)
+        self._entered = torch.empty(0)
+
+    def begin(self, embedded: torch.Tensor) -> torch.Tensor:
+        """embedded [T, width], which the first layers read as it is."""
+        return embedded
+
+    def join(self, place: int, x: Addend | None, residual: torch.Tensor) -> torch.Tensor:
+        """What is read next of the residual stream [T, width] in front of this place. The first time there is what has been left
+        itself: twice a row of length 1, normed."""
+        assert x is None, "on a sphere all has joined"
+        if place == self.first:
+            self._entered = _copied(residual, self.ops)
+            return residual
+        return plain(self.norm(Addend(self._entered), residual), self.ops)
+
+    def slots(self) -> Slots:
+        return {}
+
+
+def _copied(rows: torch.Tensor, ops: Ops) -> torch.Tensor:
+    """Streams are changed in place, and these are still read."""
+    copy = ops.room(rows.shape[0], rows.shape[1], rows.dtype)
+    ops.put_columns(rows, copy, 0)
+    return copy

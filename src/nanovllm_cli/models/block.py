@@ -23,7 +23,7 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer
-from nanovllm_cli.layers.rescaling import RescaledJoin
+from nanovllm_cli.layers.rescaling import RescaledJoin, SphereJoin
 from nanovllm_cli.layers.scan import HeadScan, Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.mixer_spec import (
@@ -72,6 +72,9 @@ class Block:
             assert (spec.order, self.has_halves, self.scale) == ("pre", True, 1.0), "no model has these elsewhere"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
+        kind = "mlp" if spec.mixer is None else "attention"
+        self.sphere = SphereJoin(kind, spec.rate, model.norm, width, kit) if spec.rate is not None else None
+        assert (self.sphere is not None) == (spec.order == "sphere"), "a rate is of these alone"
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
         assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order not in ("beside", "open")), "nor factors of what is alone"
 
@@ -92,6 +95,9 @@ class Block:
             return None
         if self.closing:
             self._closed(residual, inputs, cache)
+            return None
+        if self.sphere is not None:
+            self.sphere(self._found(residual, inputs, cache), residual)
             return None
         if self.mixer is None or self.mlp is None:
             return self._alone(x, residual, inputs, cache)
@@ -161,6 +167,13 @@ class Block:
         assert self.mlp is not None
         return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
 
+    def _found(self, stream: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        """What the one part of a block makes of a stream that is normed already."""
+        if self.mixer is not None:
+            return self.mixer(stream, inputs, cache)
+        assert self.mlp is not None
+        return _computed(self.mlp, stream, inputs.batch.slots)
+
     def _behind(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> Addend:
         """Of a block that reads the residual stream as it is: norms are of what joins it."""
         assert self.mixer is not None
@@ -203,7 +216,7 @@ class Block:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup, *self.connections, *self.joins, *self.gated.values()):
+        for part in (self.per_layer, self.altup, *self.connections, *self.joins, self.sphere, *self.gated.values()):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 

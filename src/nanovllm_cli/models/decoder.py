@@ -21,7 +21,7 @@ from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.passes import Passes
+from nanovllm_cli.layers.passes import Loops, Passes
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
@@ -29,6 +29,7 @@ from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.layers.taps import Taps
 from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.block import Block
+from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
@@ -56,7 +57,7 @@ class Decoder:
         self.backend = kit.backend
         self.chosen = kit.chosen
         if shared is None:
-            self.head = Head(spec.num_drawn, spec.hidden_size, kit, spec.tied_head, spec.head_bias)
+            self.head = Head(spec.num_drawn, spec.hidden_size, kit, spec.tied_head, spec.head_bias, spec.logit_factor)
             self.embedding = Embedding(
                 self.head.weight if spec.tied_head else kit.weight({"embedding": spec.vocab_size}, spec.hidden_size)
             )
@@ -64,7 +65,7 @@ class Decoder:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.streams = _streams(spec, kit)
-        self.passes = None if spec.passes is None else Passes(spec.passes, spec.norm, spec.hidden_size, kit)
+        self.passes = _passes(spec, kit)
         self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
@@ -77,7 +78,8 @@ class Decoder:
                 block.mlp.share(self.handed)
         self.reads_entry = bool(owners)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
-        self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None
+        plain_norm = NormSpec(spec.norm.eps, unit=spec.norm.unit)
+        self.embedding_norm = RMSNorm(plain_norm, spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
         self.distances = None if spec.distances is None else Distances(spec.distances, spec.attentions[0].num_heads, kit)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
@@ -246,6 +248,15 @@ class Decoder:
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             logits = self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
         return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits
+
+
+def _passes(spec: ModelSpec, kit: Kit) -> Passes | Loops | None:
+    match spec.passes:
+        case PassesSpec() as passes:
+            return Passes(passes, spec.norm, spec.hidden_size, kit)
+        case LoopSpec() as loops:
+            return Loops(loops, spec.norm, spec.hidden_size, kit)
+    return None
 
 
 def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:

@@ -30,6 +30,7 @@ from nanovllm_cli.models.deepseek import (
     SARVAM_MLA,
     YOUTU,
 )
+from nanovllm_cli.models.dory import DORY
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, PADDLEOCR
@@ -178,6 +179,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Ernie4_5_ForCausalLM": ERNIE4_5,
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Ernie4_5_VLMoeForConditionalGeneration": ERNIE4_5_VL,
+    "DoryForCausalLM": DORY,
     "Dots1ForCausalLM": DOTS1,
     "DotsOCRForCausalLM": QWEN2,
     "CwmForCausalLM": CWM,

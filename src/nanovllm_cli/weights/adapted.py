@@ -36,7 +36,7 @@ from nanovllm_cli.weights.key_heads import qkv_rows
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.saved_names import of_one_stack
+from nanovllm_cli.weights.saved_names import in_one_row
 from nanovllm_cli.weights.stacked import holds_several, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
@@ -138,7 +138,7 @@ def _fitted(
         theirs |= _names(ours, family.peft_names)
 
     def known_as(name: str) -> str | None:
-        name = name if spec.passes is None else of_one_stack(name, spec.num_layers // 2)
+        name = in_one_row(name, spec)
         part = next((part for part in _PARTS if name.startswith(part)), "")
         inner = name.removeprefix(part)
         if (trunk := f"{_TRUNK}{name.removeprefix('model.')}") in theirs:

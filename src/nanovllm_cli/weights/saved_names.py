@@ -8,6 +8,8 @@
                                                              share counts in the first of them
     HRM          H_module.layers.3.attn.gqkv_proj.weight     layers.11.self_attn.gate_proj.weight, q_proj, k_proj and v_proj, one
                                                              behind the other; those of L_module are layers.0, 1, 2, …
+    Dory         backbone.layers.3.self_attn.g_proj.weight   backbone.layers.6.mixer.g_proj.weight: attention and MLP are layers
+                 backbone.layers.3.lambda_2                  of their own; backbone.layers.7.mlp_alpha
 
 What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
 
@@ -27,6 +29,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
 
 _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
@@ -43,7 +47,10 @@ _HY4 = (
 _LED = re.compile(r"(model\.layers\.\d+)\.mamba_decoder\.(.+)")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_transformer\..+")
 
+_IN_ONE_ROW = "hrm_text", "dory"
 _STACKED = re.compile(r"model\.([HL])_module\.layers\.(\d{1,6})\.(.+)")
+_PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lambda_1|lambda_2)(?:\.(.+))?")
+_HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -58,9 +65,12 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "hrm_text", *_HY4_KINDS):
+    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", *_IN_ONE_ROW, *_HY4_KINDS):
         return checkpoint
     names = set(checkpoint.names())
+    if kind == "dory":
+        halves = {published: name for name in names if (published := _of_halves(name)) != name}
+        return _Published(checkpoint, halves, {}, set()) if halves else checkpoint
     if kind == "hrm_text":
         return _Published(checkpoint, *_numbered(checkpoint, names), set())
     renamed: dict[str, str] = {}
@@ -96,7 +106,25 @@ def _as_transformers_has_it(name: str) -> str:
     return name
 
 
-def of_one_stack(name: str, count: int) -> str:
+def in_one_row(name: str, spec: ModelSpec) -> str:
+    """What is published of a tensor that code for a model whose layers are gone through several times has by this name."""
+    if isinstance(spec.passes, PassesSpec):
+        return _of_one_stack(name, spec.num_layers // 2)
+    return _of_halves(name) if isinstance(spec.passes, LoopSpec) else name
+
+
+def _of_halves(name: str) -> str:
+    """Of a Dory's layer as of one of its two halves, which are published as layers."""
+    if name == "model.embed_tokens.weight":
+        return "backbone.embeddings.weight"
+    if (place := _PAIRED.fullmatch(name)) is None:
+        return name
+    half, part = _HALVES[place[2]]
+    inner = [] if place[3] is None else [re.sub(r"^gate_proj\b", "g_proj", place[3]) if half == 0 else place[3]]
+    return ".".join([f"backbone.layers.{2 * int(place[1]) + half}", part, *inner])
+
+
+def _of_one_stack(name: str, count: int) -> str:
     """The name of a layer's tensor as if both stacks, of so many layers each, were one; that of any other as it is."""
     place = _STACKED.fullmatch(name)
     return name if place is None else f"model.layers.{int(place[2]) + count * (place[1] == 'H')}.{place[3]}"
@@ -110,7 +138,7 @@ def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], 
     divided: dict[str, list[_Piece]] = {}
     for name, place in found.items():
         part = re.sub(r"^attn\.", "self_attn.", place[3])
-        layer = of_one_stack(name, count).removesuffix(f".{place[3]}")
+        layer = _of_one_stack(name, count).removesuffix(f".{place[3]}")
         shape = checkpoint.info(name).shape
         if part.startswith("self_attn.gqkv_proj.") and shape and shape[0] % 4 == 0:
             rows = shape[0] // 4
