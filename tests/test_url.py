@@ -572,6 +572,19 @@ def test_what_is_no_stream_is_said(tmp_path: Path) -> None:
     assert (result.code, "does not stream: its answer is of the type 'text/html'" in result.err) == (1, True)
 
 
+def test_the_name_of_a_stream_has_any_case(tmp_path: Path) -> None:
+    """RFC 9110, section 8.3.1."""
+
+    async def named(reply: Reply, request: Request) -> None:
+        await reply.begin(kind="Text/Event-Stream;charset=UTF-8")
+        await reply.piece("Hello", "stop")
+        await reply.done()
+
+    with OpenAIServer(named) as server:
+        result = run(tmp_path, server, *QUIET, "hi")
+    assert (result.code, result.out) == (0, "Hello\n")
+
+
 def test_silence_has_a_limit_and_signs_of_life_count(tmp_path: Path) -> None:
     async def slow(reply: Reply, request: Request) -> None:
         await reply.begin()

@@ -135,7 +135,7 @@ class Endpoint:
 
     async def _deltas(self, reply: Exchange, answer: AnswerStream) -> AsyncGenerator[list[Delta], None]:
         kind = reply.headers.get("content-type", "")
-        if not kind.startswith("text/event-stream"):
+        if not kind.lower().startswith("text/event-stream"):
             raise StreamError(f"the server does not stream: its answer is of the type {kind[:60]!r}")
         events = EventReader()
         while not answer.done and (piece := await self._soon(reply.piece())) is not None:
