@@ -223,6 +223,21 @@ def test_an_address_that_is_taken_is_said_at_once() -> None:
     assert failure.value.exit_code == 1
 
 
+@pytest.mark.parametrize("absent_first", [False, True])
+def test_of_a_name_s_addresses_those_that_are_there_are_listened_at(absent_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of localhost in a container without IPv6, whose ::1 cannot be had: 2001:db8::/32 (RFC 3849) is nobody's."""
+    here = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 0))
+    absent = (socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("2001:db8::1", 0, 0, 0))
+    found = [absent, here] if absent_first else [here, absent]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    listener = listen(ServeSettings(host="localhost", port=0))
+    assert [sock.getsockname()[0] for sock in listener.sockets] == ["127.0.0.1"]
+    listener.close()
+    found.remove(here)
+    with pytest.raises(NanovllmError, match="cannot listen at localhost:0"):
+        listen(ServeSettings(host="localhost", port=0))
+
+
 def test_connections_send_small_pieces_at_once() -> None:
     listener = listen(ServeSettings(port=0))
     assert [sock.proto for sock in listener.sockets] == [socket.IPPROTO_TCP]  # asyncio's condition for TCP_NODELAY
