@@ -339,6 +339,31 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_holds_up_nobody(run: R
     run(scenario())
 
 
+def test_one_that_makes_room_is_not_cut_off_while_it_keeps_what_it_has_read(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.05)
+        await models.start()
+        await models.about("b")  # its tokenizer is there
+        engine = models.engines()["a"]
+        kept = []
+
+        async def unload(state: EngineState = EngineState.ASLEEP) -> None:
+            engine.state = state  # type: ignore[misc]
+            await asyncio.sleep(0.2)  # gigabytes, to a slow disk
+            kept.append(state)
+
+        engine.unload = unload  # type: ignore[attr-defined]
+        with pytest.raises(ApiError) as caught:
+            await answers(models, "b")
+        assert (caught.value.status, caught.value.code, kept) == (503, "no_room", [])
+        await asyncio.sleep(0.3)
+        assert kept == [EngineState.ASLEEP]
+        assert await answers(models, "b") == "b"
+        await models.close()
+
+    run(scenario())
+
+
 def test_who_keeps_asking_for_one_that_gets_no_room_shuts_nobody_out(run: Run) -> None:
     async def scenario() -> None:
         models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.2)

@@ -245,7 +245,7 @@ def test_a_server_that_has_moved_is_not_followed_but_named(tmp_path: Path) -> No
         result = run(tmp_path, f"http://127.0.0.1:{server.server_port}", *QUIET, "hi")
         server.shutdown()
     assert result.code == 1
-    assert "/v1/models has moved to https://elsewhere.example/v1/models\nhint: the key is sent nowhere but to --url" in result.err
+    assert "/v1/models has moved to https://elsewhere.example/v1/models\nhint: the key goes nowhere but to --url" in result.err
     with OpenAIServer(refusing("307 Temporary Redirect", "there", "Location: https://elsewhere.example/v1/")) as moved:
         result = run(tmp_path, moved, *QUIET, "hi")
     assert (result.code, len(moved.replies)) == (1, 1)

@@ -204,7 +204,7 @@ def unknown_model(name: str, names: list[str]) -> ModelNotFoundError:
 
 def _moved(url: str, location: str) -> ServerError:
     """Nothing is sent after it: a key is for the server that the person named."""
-    return ServerError(f"{url} has moved to {location[:200]}", "the key is sent nowhere but to --url: give it the address that answers")
+    return ServerError(f"{url} has moved to {location[:200]}", "the key goes nowhere but to --url: name what answers")
 
 
 def _model(entry: Any) -> ServedModel:

@@ -287,19 +287,20 @@ class ServedModels:
 
         Returns early where nobody wants the room any more, and where the server ends.
         """
+        until = asyncio.get_running_loop().time() + self._room_seconds
         try:
-            async with asyncio.timeout(self._room_seconds):
-                while wanted.waiting and not self._is_closed:
-                    unloaded = (EngineState.ASLEEP, EngineState.FAILED)
-                    others = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
-                    if len(others) < self._max_loaded:
-                        return
-                    idle = [slot for slot in others if not slot.users]
-                    if idle:
-                        await min(idle, key=attrgetter("used")).engine.unload()
-                        continue
-                    self._leaving = self._leaving or min(others, key=attrgetter("used"))
-                    self._news.clear()
+            while wanted.waiting and not self._is_closed:
+                unloaded = (EngineState.ASLEEP, EngineState.FAILED)
+                others = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
+                if len(others) < self._max_loaded:
+                    return
+                idle = [slot for slot in others if not slot.users]
+                if idle:  # however long it takes to keep what that one has read
+                    await min(idle, key=attrgetter("used")).engine.unload()
+                    continue
+                self._leaving = self._leaving or min(others, key=attrgetter("used"))
+                self._news.clear()
+                async with asyncio.timeout_at(until):
                     await self._news.wait()
         except TimeoutError:
             raise _no_room() from None
