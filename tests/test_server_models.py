@@ -364,6 +364,37 @@ def test_one_that_makes_room_is_not_cut_off_while_it_keeps_what_it_has_read(run:
     run(scenario())
 
 
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_the_end_waits_for_one_that_keeps_what_it_has_read_unless_it_is_hurried(is_hurried: bool, run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a")], sleep_idle=0.05)
+        await models.start()
+        engine = models.engines()["a"]
+        told = []
+
+        async def unload(state: EngineState = EngineState.ASLEEP) -> None:
+            told.append(state)
+            if state is EngineState.STOPPED:
+                return
+            engine.state = state  # type: ignore[misc]
+            await asyncio.sleep(0.3)  # gigabytes, to a slow disk
+            told.append("kept")
+
+        engine.unload = unload  # type: ignore[attr-defined]
+        while not told:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(models.close())
+        if is_hurried:
+            await asyncio.sleep(0.05)
+            closing.cancel()
+            await models.close()
+        else:
+            await closing
+        assert told == [EngineState.ASLEEP, *([] if is_hurried else ["kept"]), EngineState.STOPPED]
+
+    run(scenario())
+
+
 def test_who_keeps_asking_for_one_that_gets_no_room_shuts_nobody_out(run: Run) -> None:
     async def scenario() -> None:
         models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.2)
