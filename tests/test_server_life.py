@@ -173,6 +173,18 @@ def test_a_second_signal_does_not_wait_until_what_was_read_is_kept() -> None:
         assert server.end() == 143
 
 
+def test_two_signals_while_answers_run_wait_for_nothing_to_be_kept() -> None:
+    with scripted(keeps=True, drain_seconds=60.0) as server:
+        assert server.line() == "ready"
+        stream = server.begin_stream()
+        server.signal(signal.SIGTERM)
+        assert server.line() == "draining 1"
+        server.signal(signal.SIGTERM)
+        assert server.line() in ("keeping", "closed")
+        assert server.end() == 143
+        stream.close()
+
+
 def test_with_nothing_under_way_the_end_comes_at_once() -> None:
     with scripted(drain_seconds=60.0) as server:
         assert server.line() == "ready"

@@ -60,7 +60,7 @@ class StandIn:
         self.state, self.facts = EngineState.READY, FACTS
         return FACTS
 
-    async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
+    async def unload(self, state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
         self.state, self.is_ending = state, True
         await asyncio.sleep(0.01)
         self.is_ending = False
@@ -347,7 +347,7 @@ def test_one_that_makes_room_is_not_cut_off_while_it_keeps_what_it_has_read(run:
         engine = models.engines()["a"]
         kept = []
 
-        async def unload(state: EngineState = EngineState.ASLEEP) -> None:
+        async def unload(state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
             engine.state = state  # type: ignore[misc]
             await asyncio.sleep(0.2)  # gigabytes, to a slow disk
             kept.append(state)
@@ -370,10 +370,10 @@ def test_the_end_waits_for_one_that_keeps_what_it_has_read_unless_it_is_hurried(
         models = ServedModels([settings("a")], sleep_idle=0.05)
         await models.start()
         engine = models.engines()["a"]
-        told = []
+        told: list[Any] = []
 
-        async def unload(state: EngineState = EngineState.ASLEEP) -> None:
-            told.append(state)
+        async def unload(state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
+            told.append((state, keeps))
             if state is EngineState.STOPPED:
                 return
             engine.state = state  # type: ignore[misc]
@@ -390,7 +390,8 @@ def test_the_end_waits_for_one_that_keeps_what_it_has_read_unless_it_is_hurried(
             await models.close()
         else:
             await closing
-        assert told == [EngineState.ASLEEP, *([] if is_hurried else ["kept"]), EngineState.STOPPED]
+        end = [(EngineState.STOPPED, False)] if is_hurried else ["kept", (EngineState.STOPPED, True)]
+        assert told == [(EngineState.ASLEEP, True), *end]
 
     run(scenario())
 

@@ -161,7 +161,7 @@ class ServedModels:
             self._sleeper = asyncio.create_task(self._put_to_sleep(self._sleep_idle))
 
     async def close(self) -> None:
-        """Once those that are put to sleep just now have kept what they have read. Called again, it does not wait for them."""
+        """Once models have kept what they have read, also those just put to sleep. Called again, it waits no more."""
         is_first, self._is_closed = not self._is_closed, True
         self._news.set()
         if self._sleeper is not None:
@@ -169,7 +169,7 @@ class ServedModels:
         if is_first and (unloads := [slot.unload for slot in self._slots if slot.unload is not None]):
             await asyncio.wait(unloads)
         for slot in self._slots:
-            await slot.engine.unload(EngineState.STOPPED)
+            await slot.engine.unload(EngineState.STOPPED, keeps=is_first)
         await asyncio.gather(*(slot.turn.task for slot in self._slots if slot.turn is not None), return_exceptions=True)
 
     def cards(self) -> list[ModelCard]:
