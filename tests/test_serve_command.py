@@ -297,6 +297,14 @@ def test_the_end_is_told_to_streams_and_takes_the_engine_along(live: LiveServer)
             os.kill(child, 0)
 
 
+@pytest.mark.parametrize("host", ["http://gpu.lan", "gpu.lan:8080", "*.lan", "gpu.lan.", "gpu.lan/", "a,b", "größe.lan", ""])
+def test_what_no_request_can_call_this_machine_is_no_allowed_host(parsed: Callable[..., Served], host: str) -> None:
+    with pytest.raises(UsageError, match="is no name of a machine"):
+        parsed("tiny", "--allowed-host", host)
+    for known in ("*", "gpu.lan", "GPU-1_a.Example.org", "192.168.1.5"):
+        assert parsed("tiny", "--allowed-host", known).settings.allowed_hosts == (known,)
+
+
 @pytest.mark.parametrize("origin", ["foo", "example.org", "https://example.org/page", '["*"]', ""])
 def test_where_no_page_can_be_from_is_no_origin(parsed: Callable[..., Served], origin: str) -> None:
     with pytest.raises(UsageError, match="is where no page can be from") as refused:

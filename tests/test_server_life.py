@@ -173,6 +173,18 @@ def test_a_second_signal_does_not_wait_until_what_was_read_is_kept() -> None:
         assert server.end() == 143
 
 
+def test_two_signals_while_answers_run_wait_for_nothing_to_be_kept() -> None:
+    with scripted(keeps=True, drain_seconds=60.0) as server:
+        assert server.line() == "ready"
+        stream = server.begin_stream()
+        server.signal(signal.SIGTERM)
+        assert server.line() == "draining 1"
+        server.signal(signal.SIGTERM)
+        assert server.line() in ("keeping", "closed")
+        assert server.end() == 143
+        stream.close()
+
+
 def test_with_nothing_under_way_the_end_comes_at_once() -> None:
     with scripted(drain_seconds=60.0) as server:
         assert server.line() == "ready"
@@ -221,6 +233,21 @@ def test_an_address_that_is_taken_is_said_at_once() -> None:
             listen(ServeSettings(port=port))
     assert "--port" in str(failure.value.hint)
     assert failure.value.exit_code == 1
+
+
+@pytest.mark.parametrize("absent_first", [False, True])
+def test_of_a_name_s_addresses_those_that_are_there_are_listened_at(absent_first: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As of localhost in a container without IPv6, whose ::1 cannot be had: 2001:db8::/32 (RFC 3849) is nobody's."""
+    here = (socket.AF_INET, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("127.0.0.1", 0))
+    absent = (socket.AF_INET6, socket.SOCK_STREAM, socket.IPPROTO_TCP, "", ("2001:db8::1", 0, 0, 0))
+    found = [absent, here] if absent_first else [here, absent]
+    monkeypatch.setattr(socket, "getaddrinfo", lambda *_, **__: found)
+    listener = listen(ServeSettings(host="localhost", port=0))
+    assert [sock.getsockname()[0] for sock in listener.sockets] == ["127.0.0.1"]
+    listener.close()
+    found.remove(here)
+    with pytest.raises(NanovllmError, match="cannot listen at localhost:0"):
+        listen(ServeSettings(host="localhost", port=0))
 
 
 def test_connections_send_small_pieces_at_once() -> None:

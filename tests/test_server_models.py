@@ -60,7 +60,7 @@ class StandIn:
         self.state, self.facts = EngineState.READY, FACTS
         return FACTS
 
-    async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
+    async def unload(self, state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
         self.state, self.is_ending = state, True
         await asyncio.sleep(0.01)
         self.is_ending = False
@@ -335,6 +335,63 @@ def test_who_waits_too_long_is_told_when_to_come_back_and_holds_up_nobody(run: R
         assert models.engines()["b"].num_loads == 0  # type: ignore[attr-defined]
         assert await answers(models, "b") == "b"
         await models.close()
+
+    run(scenario())
+
+
+def test_one_that_makes_room_is_not_cut_off_while_it_keeps_what_it_has_read(run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a"), settings("b")], max_loaded=1, room_seconds=0.05)
+        await models.start()
+        await models.about("b")  # its tokenizer is there
+        engine = models.engines()["a"]
+        kept = []
+
+        async def unload(state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
+            engine.state = state  # type: ignore[misc]
+            await asyncio.sleep(0.2)  # gigabytes, to a slow disk
+            kept.append(state)
+
+        engine.unload = unload  # type: ignore[attr-defined]
+        with pytest.raises(ApiError) as caught:
+            await answers(models, "b")
+        assert (caught.value.status, caught.value.code, kept) == (503, "no_room", [])
+        await asyncio.sleep(0.3)
+        assert kept == [EngineState.ASLEEP]
+        assert await answers(models, "b") == "b"
+        await models.close()
+
+    run(scenario())
+
+
+@pytest.mark.parametrize("is_hurried", [False, True])
+def test_the_end_waits_for_one_that_keeps_what_it_has_read_unless_it_is_hurried(is_hurried: bool, run: Run) -> None:
+    async def scenario() -> None:
+        models = ServedModels([settings("a")], sleep_idle=0.05)
+        await models.start()
+        engine = models.engines()["a"]
+        told: list[Any] = []
+
+        async def unload(state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
+            told.append((state, keeps))
+            if state is EngineState.STOPPED:
+                return
+            engine.state = state  # type: ignore[misc]
+            await asyncio.sleep(0.3)  # gigabytes, to a slow disk
+            told.append("kept")
+
+        engine.unload = unload  # type: ignore[attr-defined]
+        while not told:
+            await asyncio.sleep(0.01)
+        closing = asyncio.create_task(models.close())
+        if is_hurried:
+            await asyncio.sleep(0.05)
+            closing.cancel()
+            await models.close()
+        else:
+            await closing
+        end = [(EngineState.STOPPED, False)] if is_hurried else ["kept", (EngineState.STOPPED, True)]
+        assert told == [(EngineState.ASLEEP, True), *end]
 
     run(scenario())
 

@@ -578,6 +578,9 @@ SAMPLES = [
     "```\nan open fence\nhas no end",
     "- [x] done\n- item with **bold:** and *em*\n\n  second paragraph",
     "Title\n***\n+ plus\n+ signs",
+    "```print(1)``` in one line\n\n- is no fence",
+    "| `a \\| b` | c |\n|---|---|\n| 1 \\| 2 | 3 \\| |",
+    "[one](https://example.com/A_(b)), [two](https://example.com/A_(b) \"title\") and ([three](https://example.com/c\\)d))",
 ]  # fmt: skip
 TAG = re.compile(r"<(/?)([a-z0-9]+)([^>]*)>")
 
@@ -625,7 +628,8 @@ LONG = [
     "*a " * 50_000, "[" * 100_000, "[a](" * 50_000, "`" * 100_001, "` " * 50_000, "**" * 50_000, "_a" * 50_000, "> " * 50_000,
     "- " * 50_000, "http://" + "." * 200_000 + "x", " " * 100_000 + "|", "|" * 50_000 + "\n" + "|-" * 50_000,
     "# x" + " " * 100_000 + "x", "`a``" * 40_000, "***a" * 40_000, "\n".join(f"{' ' * (i % 40)}- x" for i in range(3_000)),
-    "http://a" * 20_000, "~~a\n" * 30_000, "a*" * 50_000, "![" * 50_000,
+    "http://a" * 20_000, "~~a\n" * 30_000, "a*" * 50_000, "![" * 50_000, "[a](" * 50_000 + ")", "[a](b " * 50_000 + ")",
+    "[a](" + "()" * 50_000 + " )", "`" * 100_000 + "a`", "|" + "\\|" * 50_000 + "\n|-",
 ]  # fmt: skip
 
 
@@ -663,6 +667,9 @@ def test_the_status_page_shows_the_numbers_of_its_json(opening: Open, served: Se
     watch = served.metrics.accepted("fake", "chat", 40, SamplingParams(), None)
     watch.output(Output(1, [Piece(0, "x", [1] * 5000, finish_reason="stop")], True, 30, times=(0.002, 0.125, 0.5)))
     watch.end()
+    repeats = served.metrics.accepted("fake", "chat", 40, SamplingParams(), None)
+    repeats.output(Output(2, [Piece(0, "x", [1], finish_reason="repetition")], True, 0, times=(0.002, 0.125, 0.5)))
+    repeats.end()
     page = opening("/status", key=None)
     page.shows("dialog[open] h2", "API key")
     page.fill("#key-asked", KEY)
@@ -678,12 +685,13 @@ def test_the_status_page_shows_the_numbers_of_its_json(opening: Open, served: Se
     tables = page.inner_text(".model >> nth=0 >> table >> nth=0"), page.inner_text(".model >> nth=0 >> table >> nth=1")
     assert "2.0 ms" in tables[0]
     assert f"{model['generation_tokens']:,}" in tables[1]
-    assert "30 (75 %)" in tables[1]
+    assert f"answers finished\t{sum(model['finished'][reason] for reason in ('stop', 'length', 'repetition'))}\n" in tables[1]
+    assert "30 (38 %)" in tables[1]
     assert page.inner_text(".model >> nth=1 >> .state") == "asleep"
     assert page.inner_text(".model >> nth=1 >> [data-figure=running]") == "–"
     again = served.metrics.accepted("fake", "chat", 40, SamplingParams(), None)
     again.output(Output(2, [Piece(0, "x", [1] * 70_000)], False, 0))
-    page.shows("td", "75,000")
+    page.shows("td", "75,001")
     again.end()
     assert page.evaluate("document.documentElement.scrollWidth <= innerWidth")
     assert [line for line in page.said if "401" not in line] == []

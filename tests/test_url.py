@@ -232,6 +232,26 @@ def test_an_address_that_is_none_of_an_api(tmp_path: Path, elsewhere: str) -> No
     assert "lists no model (HTTP 404)\nhint: --url is what stands before /v1" in mistaken.err
 
 
+class MovedAway(NothingHere):
+    def do_GET(self) -> None:
+        self.send_response(308)
+        self.send_header("Location", "https://elsewhere.example/v1/models")
+        self.end_headers()
+
+
+def test_a_server_that_has_moved_is_not_followed_but_named(tmp_path: Path) -> None:
+    with http.server.HTTPServer(("127.0.0.1", 0), MovedAway) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,)).start()
+        result = run(tmp_path, f"http://127.0.0.1:{server.server_port}", *QUIET, "hi")
+        server.shutdown()
+    assert result.code == 1
+    assert "/v1/models has moved to https://elsewhere.example/v1/models\nhint: the key goes nowhere but to --url" in result.err
+    with OpenAIServer(refusing("307 Temporary Redirect", "there", "Location: https://elsewhere.example/v1/")) as moved:
+        result = run(tmp_path, moved, *QUIET, "hi")
+    assert (result.code, len(moved.replies)) == (1, 1)
+    assert "/v1/chat/completions has moved to https://elsewhere.example/v1/\n" in result.err
+
+
 def test_which_key_counts_and_that_none_is_shown(tmp_path: Path) -> None:
     keys = {"OPENAI_API_KEY": "third"}
     for args, environ, expected in (
@@ -570,6 +590,19 @@ def test_what_is_no_stream_is_said(tmp_path: Path) -> None:
     with OpenAIServer(page) as server:
         result = run(tmp_path, server, *QUIET, "hi")
     assert (result.code, "does not stream: its answer is of the type 'text/html'" in result.err) == (1, True)
+
+
+def test_the_name_of_a_stream_has_any_case(tmp_path: Path) -> None:
+    """RFC 9110, section 8.3.1."""
+
+    async def named(reply: Reply, request: Request) -> None:
+        await reply.begin(kind="Text/Event-Stream;charset=UTF-8")
+        await reply.piece("Hello", "stop")
+        await reply.done()
+
+    with OpenAIServer(named) as server:
+        result = run(tmp_path, server, *QUIET, "hi")
+    assert (result.code, result.out) == (0, "Hello\n")
 
 
 def test_silence_has_a_limit_and_signs_of_life_count(tmp_path: Path) -> None:

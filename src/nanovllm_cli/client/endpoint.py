@@ -35,6 +35,7 @@ MAX_MODELS_BYTES = 4 << 20
 KEY_HINT = "give the key by NANOVLLM_API_KEY or OPENAI_API_KEY, or by --api-key"
 RUNNING_HINT = "is it running? nanovllm serve MODEL starts one; --url says where it is"
 _BUSY = (429, 503)
+_MOVED = (301, 302, 303, 307, 308)
 _TELL_READING = ("nanovllm", "llamacpp")
 _NO_TLS = ("WRONG_VERSION_NUMBER", "HTTP_REQUEST", "RECORD_LAYER_FAILURE", "PACKET_LENGTH_TOO_LONG")  # by OpenSSL's version
 _TOO_LONG = ("context_length_exceeded", "exceed_context_size_error")
@@ -84,6 +85,8 @@ class Endpoint:
             raise self._unreachable(failure, url) from failure
         if status in (401, 403):
             raise AccessRefusedError(f"{url}: HTTP {status}: {said(content)}", KEY_HINT)
+        if status in _MOVED and "location" in reply.headers:
+            raise _moved(url, reply.headers["location"])
         try:
             models = [_model(each) for each in json.loads(content)["data"]]
         except (ValueError, RecursionError, LookupError, TypeError):
@@ -128,6 +131,8 @@ class Endpoint:
                 raise ServerError(str(failure)) from failure
             except (HttpError, OSError) as failure:
                 raise self._unreachable(failure) from failure
+            if status in _MOVED and "location" in reply.headers:
+                raise _moved(self.server.url + path, reply.headers["location"])
             if wait is None or attempt == MOST_RETRIES:
                 raise await self._refused(status, refusal, str(body.get("model")))
             logger.warning("not yet: HTTP %d: %s; the server is asked again in %g s", status, said(refusal), wait)
@@ -135,7 +140,7 @@ class Endpoint:
 
     async def _deltas(self, reply: Exchange, answer: AnswerStream) -> AsyncGenerator[list[Delta], None]:
         kind = reply.headers.get("content-type", "")
-        if not kind.startswith("text/event-stream"):
+        if not kind.lower().startswith("text/event-stream"):
             raise StreamError(f"the server does not stream: its answer is of the type {kind[:60]!r}")
         events = EventReader()
         while not answer.done and (piece := await self._soon(reply.piece())) is not None:
@@ -195,6 +200,11 @@ def unknown_model(name: str, names: list[str]) -> ModelNotFoundError:
     near = difflib.get_close_matches(name, names, n=1)
     hint = f"did you mean {near[0]}?" if near else f"it has {', '.join(names[:8])}{', …' if len(names) > 8 else ''}"
     return ModelNotFoundError(f"the server has no model {name[:200]}", hint)
+
+
+def _moved(url: str, location: str) -> ServerError:
+    """Nothing is sent after it: a key is for the server that the person named."""
+    return ServerError(f"{url} has moved to {location[:200]}", "the key goes nowhere but to --url: name what answers")
 
 
 def _model(entry: Any) -> ServedModel:

@@ -132,10 +132,10 @@ class EngineClient:
         assert self._ready is not None
         return await asyncio.shield(self._ready)
 
-    async def unload(self, state: EngineState = EngineState.ASLEEP) -> None:
-        """Ends the process, once it has kept what the model has read, where that is wanted: cancelling this leaves that out. What
-        is running ends with an error, and so does a `load` that waits."""
-        keeps = self._start.kept is not None and self.state is EngineState.READY
+    async def unload(self, state: EngineState = EngineState.ASLEEP, *, keeps: bool = True) -> None:
+        """Ends the process, once it has kept what the model has read, where that is wanted; not without `keeps`, and cancelling
+        this leaves that out. What is running ends with an error, and so does a `load` that waits."""
+        keeps = keeps and self._start.kept is not None and self.state is EngineState.READY
         self._state = state
         try:
             if keeps:

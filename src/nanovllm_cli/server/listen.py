@@ -21,6 +21,8 @@ from nanovllm_cli.server.settings import ServeSettings
 
 BACKLOG = 2048
 _LONGEST_UNIX_PATH = 100
+_NOT_HERE = (errno.EADDRNOTAVAIL, errno.EAFNOSUPPORT)
+"""One of a name's addresses that the system has none of: in most containers localhost is ::1, too, without IPv6."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,10 +52,13 @@ def listen(settings: ServeSettings) -> Listener:
         raise UsageError(f"--host {settings.host} is no address of this machine", "127.0.0.1 is this machine alone") from None
     sockets: list[socket.socket] = []
     port = settings.port
-    for family, _, _, _, address in dict.fromkeys(found):
+    addresses = list(dict.fromkeys(found))
+    for place, (family, _, _, _, address) in enumerate(addresses):
         try:
             sockets.append(_tcp(family, (address[0], port, *address[2:])))  # with the zone of a link-local one
         except OSError as failure:
+            if failure.errno in _NOT_HERE and (sockets or place + 1 < len(addresses)):
+                continue
             for each in sockets:
                 each.close()
             raise _unavailable(failure, f"{settings.host}:{port}", "--port 0 takes any that is free") from None

@@ -128,8 +128,7 @@ class _Life:
                     async with asyncio.timeout(self._settings.drain_seconds):
                         await self._before(self._second, http, self._gate.drain())
             finally:
-                if not self._second.is_set():  # what is still under way is told that it ends here
-                    await self._close_models()
+                await self._close_models()  # what is still under way is told that it ends here
                 self._http.force_exit = self._second.is_set()
                 self._http.should_exit = True
                 await asyncio.gather(http, self._models.close(), *(close() for close in on_end))

@@ -82,7 +82,7 @@ class _Asked(NamedTuple):
 
 
 class _Slot:
-    """users: who uses the model. waiting: who does as soon as it is loaded."""
+    """users: who uses the model. waiting: who does as soon as it is loaded. unload: a task in which it is put to sleep."""
 
     def __init__(self, settings: ModelSettings, engine: EngineClient) -> None:
         self.settings = settings
@@ -93,11 +93,16 @@ class _Slot:
         self.users: set[object] = set()
         self.waiting: set[object] = set()
         self.turn: _Turn | None = None
+        self.unload: asyncio.Task[None] | None = None
         self.used = 0.0
 
     @property
+    def is_ending(self) -> bool:
+        return self.unload is not None and not self.unload.done()
+
+    @property
     def is_loaded(self) -> bool:
-        return self.engine.state in (EngineState.READY, EngineState.STUCK, EngineState.RESTARTING)
+        return not self.is_ending and self.engine.state in (EngineState.READY, EngineState.STUCK, EngineState.RESTARTING)
 
     @property
     def context_len(self) -> int | None:
@@ -156,12 +161,15 @@ class ServedModels:
             self._sleeper = asyncio.create_task(self._put_to_sleep(self._sleep_idle))
 
     async def close(self) -> None:
-        self._is_closed = True
+        """Once models have kept what they have read, also those just put to sleep. Called again, it waits no more."""
+        is_first, self._is_closed = not self._is_closed, True
         self._news.set()
         if self._sleeper is not None:
             self._sleeper.cancel()
+        if is_first and (unloads := [slot.unload for slot in self._slots if slot.unload is not None]):
+            await asyncio.wait(unloads)
         for slot in self._slots:
-            await slot.engine.unload(EngineState.STOPPED)
+            await slot.engine.unload(EngineState.STOPPED, keeps=is_first)
         await asyncio.gather(*(slot.turn.task for slot in self._slots if slot.turn is not None), return_exceptions=True)
 
     def cards(self) -> list[ModelCard]:
@@ -287,19 +295,20 @@ class ServedModels:
 
         Returns early where nobody wants the room any more, and where the server ends.
         """
+        until = asyncio.get_running_loop().time() + self._room_seconds
         try:
-            async with asyncio.timeout(self._room_seconds):
-                while wanted.waiting and not self._is_closed:
-                    unloaded = (EngineState.ASLEEP, EngineState.FAILED)
-                    others = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
-                    if len(others) < self._max_loaded:
-                        return
-                    idle = [slot for slot in others if not slot.users]
-                    if idle:
-                        await min(idle, key=attrgetter("used")).engine.unload()
-                        continue
-                    self._leaving = self._leaving or min(others, key=attrgetter("used"))
-                    self._news.clear()
+            while wanted.waiting and not self._is_closed:
+                unloaded = (EngineState.ASLEEP, EngineState.FAILED)
+                others = [slot for slot in self._slots if slot is not wanted and slot.engine.state not in unloaded]
+                if len(others) < self._max_loaded:
+                    return
+                idle = [slot for slot in others if not slot.users]
+                if idle:  # however long it takes to keep what that one has read
+                    await self._unload(min(idle, key=attrgetter("used")))
+                    continue
+                self._leaving = self._leaving or min(others, key=attrgetter("used"))
+                self._news.clear()
+                async with asyncio.timeout_at(until):
                     await self._news.wait()
         except TimeoutError:
             raise _no_room() from None
@@ -328,8 +337,13 @@ class ServedModels:
             idle = not slot.users and time.monotonic() - slot.used >= idle_seconds
             if slot.engine.state is not EngineState.READY or not idle:
                 return False
-            await slot.engine.unload()
+            await self._unload(slot)
             return True
+
+    async def _unload(self, slot: _Slot) -> None:
+        """In a task: who waits for it may be cancelled, and that would cut off what it keeps."""
+        slot.unload = asyncio.create_task(slot.engine.unload())
+        await asyncio.shield(slot.unload)
 
     def _engine(self, settings: ModelSettings) -> EngineClient:
         name = settings.names[0]

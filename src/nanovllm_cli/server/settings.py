@@ -15,6 +15,8 @@ TEXTS_BODY, IMAGES_BODY = 16 << 20, 64 << 20
 """The longest context has a few megabytes of text. OpenAI takes 50 megabytes with images."""
 _ORIGIN = r"\*|null|[a-z][a-z0-9+.-]*://[^/?#\sA-Z]+"
 """What browsers write of a page's place: its scheme and host, with the port that is not the usual one. Files have `null`."""
+_HOST = r"\*|[A-Za-z0-9_-]+(\.[A-Za-z0-9_-]+)*"
+"""What `Host` can call a machine, without its port: a pattern, or a name with its scheme, would let nobody in."""
 _OPTIONS = {
     "max_body_bytes": "--max-body",
     "max_requests": "--max-requests",
@@ -73,6 +75,10 @@ class ServeSettings:
             if not re.fullmatch(_ORIGIN, origin):
                 written = "as browsers send it: https://example.org or http://localhost:3000, without a path; * is any"
                 raise UsageError(f"--cors-origin {origin!r} is where no page can be from", written)
+        for name in self.allowed_hosts:
+            if not re.fullmatch(_HOST, name):
+                written = "a name alone, such as gpu.lan, without scheme and port; addresses need none; * is any"
+                raise UsageError(f"--allowed-host {name!r} is no name of a machine", written)
         if not self.host:
             raise UsageError("--host is empty", "127.0.0.1 is this machine alone, 0.0.0.0 all addresses")
         if not self.is_private and not self.needs_key:

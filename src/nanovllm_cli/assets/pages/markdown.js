@@ -16,7 +16,7 @@ function showMarkdown(container, text) {
   container.blocks = blocks;
 }
 
-const FENCE = /^ {0,3}(`{3,}|~{3,})\s*([^\s`]*)/;
+const FENCE = /^ {0,3}(~{3,}|(?!`*[^`]+`)`{3,})\s*([^\s`]*)/; // ```code``` in one line is none
 const ITEM = /^( *)([-*+]|\d{1,9}[.)])(?: +|$)/;
 const HEADING = /^ {0,3}(#{1,6}) +(.*)$/;
 const RULE = /^ {0,3}(?:(?:\* *){3,}|(?:- *){3,}|(?:_ *){3,})$/;
@@ -133,7 +133,8 @@ function listNode(lines, depth) {
 }
 
 function cellsOf(line) {
-  return line.trim().replace(/^\|/, "").replace(/\|$/, "").split("|").map((cell) => cell.trim());
+  const inner = line.trim().replace(/^\|/, "").replace(/(?<!\\)\|$/, "");
+  return inner.split(/(?<!\\)\|/).map((cell) => cell.trim().replaceAll("\\|", "|"));
 }
 
 function dividerOf(line) {
@@ -155,6 +156,7 @@ function tableNode(lines) {
 // ---- inside of a line ----
 
 const SPECIAL = /[\\`*_~[!<\n]|https?:\/\//g;
+const ADDRESS = /\(\s*((?:\\\S|[^\s()\\]|\((?:\\\S|[^\s()\\])*\))*)(?:\s[^)]{0,500})?\)/y; // parentheses in it come in pairs
 const URL_END = /[\s<>"`]|[.,;:!?)\]'*_]{1,8}(?=\s|$)/g;
 
 function inline(node, text, depth = 0) {
@@ -218,13 +220,14 @@ function takeLink(text, start, take, none, depth) {
   if (text[open] !== "[") return;
   const middle = next(text, "](", open, none);
   if (middle < 0 || depth >= DEEPEST) return;
-  const end = next(text, ")", middle, none);
-  if (end < 0) return;
+  if (next(text, ")", middle, none) < 0) return;
   const label = text.slice(open + 1, middle);
   if (label.includes("[") || label.includes("\n\n")) return;
-  const address = text.slice(middle + 2, end).trim().split(/\s/)[0];
-  const link = linkNode(address, null);
-  if (link) take(inline(link, label || address, DEEPEST), start, end + 1);
+  ADDRESS.lastIndex = middle + 1;
+  const found = ADDRESS.exec(text);
+  const address = found?.[1].replace(/\\([!-/:-@[-`{-~])/g, "$1");
+  const link = found && linkNode(address, null);
+  if (link) take(inline(link, label || address, DEEPEST), start, ADDRESS.lastIndex);
 }
 
 /** A link, or its text alone where it leads to anything but the web. */

@@ -83,13 +83,13 @@ function modelView() {
     const names = { queue: "in the queue", first_token: "to the first token", next_token: "between tokens", whole: "in all" };
     latencies.replaceChildren(...Object.entries(names).map(([what, label]) => tr([label, time(times[what]?.p50), time(times[what]?.p95)])));
     of.textContent = number ? `of the last ${number} that came to their end` : "nothing has come to its end yet";
-    const { stop, length, abort, error } = model.finished;
+    const { stop, length, repetition, abort, error } = model.finished;
     const { hits, queries } = model.prefix_cache;
     counts.replaceChildren(
       tr(["tokens generated", count(model.generation_tokens)]),
       tr(["tokens of prompts", count(model.prompt_tokens)]),
       tr(["… found in the prefix cache", queries ? `${count(hits)} (${Math.round((hits / queries) * 100)} %)` : "0"]),
-      tr(["answers finished", count(stop + length)]),
+      tr(["answers finished", count(stop + length + repetition)]),
       tr(["aborted / failed / refused", [abort, error, model.refused].map(count).join(" / ")]),
       tr(["preemptions / engine restarts", [model.preemptions, model.restarts].map(count).join(" / ")]));
   }
