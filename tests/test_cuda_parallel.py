@@ -27,8 +27,9 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from rank_server import RankServer
 from test_cuda_delta import MODELS as DELTA_MODELS
-from test_cuda_engine import OTHERS, PROMPTS, SHAPE, engine_on
+from test_cuda_engine import PROMPTS, SHAPE, engine_on
 from test_cuda_experts import FAMILIES as EXPERTS
+from test_cuda_families import OTHERS
 from test_cuda_latent import MODELS as LATENT_MODELS
 from test_late_device import serve
 from test_step import TEXT as STEP

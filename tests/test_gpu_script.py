@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import contextlib
 import ctypes
 import gc
@@ -593,6 +594,26 @@ def test_files_that_ask_the_emulation_alone_are_not_run_on_a_gpu() -> None:
     names = {file.stem for file in checks.test_files()}
     assert {"test_kernel_gemv", "test_kernel_packed_wgmma", "test_gpu", "test_cuda_engine"} <= names
     assert not {"test_kernel_overlap", "test_kernels_cpu"} & names
+
+
+def test_files_for_a_gpu_need_no_new_classes_of_transformers() -> None:
+    """A machine with a GPU has the transformers that it has, and a file that can't be imported counts as wrong: what these files
+    and what they import take is in transformers 5.0."""
+    waiting, seen, taken = list(checks.test_files()), set[Path](), set[str]()
+    while waiting:
+        file = waiting.pop()
+        if file in seen or not file.is_file():
+            continue
+        seen.add(file)
+        for node in ast.parse(file.read_text()).body:  # what a function imports is a test's own affair
+            if isinstance(node, ast.ImportFrom) and node.module == "transformers":
+                taken |= {each.name for each in node.names}
+            elif isinstance(node, ast.ImportFrom):
+                waiting.append(file.parent / f"{str(node.module).replace('.', '/')}.py")
+            elif isinstance(node, ast.Import):
+                waiting += [file.parent / f"{each.name}.py" for each in node.names]
+    assert {"test_cuda_engine.py", "test_cuda_encoders.py", "engines.py"} <= {file.name for file in seen}
+    assert taken <= {"AutoModel", "BertConfig", "Gemma3TextConfig", "ModernBertConfig", "MPNetConfig", "Qwen3Config"}
 
 
 def test_what_fails_in_the_library_takes_nothing_of_ours(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
