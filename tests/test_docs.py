@@ -1,0 +1,62 @@
+"""What the pages name is there: rooms and their tiers, files, what stands in them, and options."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+from typer.main import get_command
+
+from nanovllm_cli.cli.command_tree import page
+from nanovllm_cli.cli.program import PROGRAM, build
+from test_imports import FILES, TIERS
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
+NAMES = {path.name for top in ("src", "tests", "scripts", "benchmarks") for path in (ROOT / top).rglob("*.*")}
+OTHERS = {
+    "--install", "--index-url", "--memory", "--cpus", "--cpuset-cpus", "--spec-type", "--strict", "--platform", "--cache-dir",
+    "--write",
+}  # fmt: skip
+"""Options of other programs, and of scripts."""
+NO_MODULES = {"cuda.core", "model.safetensors", "reasoning.encrypted_content"}
+"""A package, a file and a field, whose beginnings are called as modules are."""
+
+
+def text_of(path: Path) -> str:
+    return path.read_text(encoding="utf-8")
+
+
+def test_the_tiers_that_are_told_are_those_that_are_held() -> None:
+    told = {}
+    for tier, rooms in re.findall(r"^\| (\d) \| (.*?) \|", text_of(ROOT / "docs" / "architecture.md"), re.MULTILINE):
+        told |= dict.fromkeys(re.findall(r"`(\w+)`", rooms), int(tier))
+    assert told == TIERS
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_files_that_a_page_names_are_there(path: Path) -> None:
+    named = set(re.findall(r"(?<![\w…*<])(\w+\.(?:py|cu|cuh))\b", text_of(path)))
+    placeholders = {name for name in named if re.search(r"(^|_)x(_|\.)", name)}
+    assert sorted(named - placeholders - NAMES) == []
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_what_a_page_names_of_a_module_stands_in_it(path: Path) -> None:
+    """`module.name`, with or without the module's room."""
+    wrong = set()
+    for module, name in re.findall(r"`(?:\w+/)*([a-z_0-9]+)\.([A-Za-z_]+)(?:\([^`]*\))?`", text_of(path)):
+        files = [file for file in FILES if file.stem == module and name not in ("py", "cu", "h", "md", "json")]
+        stands = re.compile(rf"^ *(?:(?:async )?def |class )?{name}\b|\b{name} = ", re.MULTILINE)
+        if files and not any(stands.search(text_of(file)) for file in files):
+            wrong.add(f"{module}.{name}")
+    assert wrong <= NO_MODULES
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_options_that_a_page_names_are_there(path: Path) -> None:
+    root = page(get_command(build()), PROGRAM)
+    known = {flag for each in root.every() for option in each.options for flag in (*option.flags, *option.off)}
+    named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(path)))
+    assert sorted(named - known - OTHERS) == []
