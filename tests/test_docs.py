@@ -60,3 +60,24 @@ def test_options_that_a_page_names_are_there(path: Path) -> None:
     known = {flag for each in root.every() for option in each.options for flag in (*option.flags, *option.off)}
     named = set(re.findall(r"(?<![\w-])--[a-z][a-z0-9-]+", text_of(path)))
     assert sorted(named - known - OTHERS) == []
+
+
+RANGE = r"([\d.]+) to ([\d.]+)"
+
+
+@pytest.mark.parametrize(
+    ("machine", "sentence"),
+    [
+        ("Zen 4", rf"On a Zen 4 .*?: prefill {RANGE} .*? one sequence {RANGE} .*? four together {RANGE}\."),
+        ("Zen 3", rf"\(Zen 3\), .*?: prefill {RANGE}, one sequence {RANGE}, sixteen {RANGE}\."),
+    ],
+)
+def test_what_the_readme_says_of_other_machines_was_measured_there(machine: str, sentence: str) -> None:
+    """The least and the most of a column; one sequence of gpt-oss is told apart."""
+    rows = re.search(rf"^\| {machine}, against .*?\n\n", text_of(ROOT / "docs/measuring.md"), re.MULTILINE | re.DOTALL)
+    told = re.search(sentence, " ".join(text_of(ROOT / "README.md").split()))
+    assert rows is not None
+    assert told is not None
+    columns = zip(*(row.split("|")[2:-1] for row in rows[0].strip().splitlines()[2:]), strict=True)
+    found = [sorted(set(re.findall(r"= ([\d.]+)", " ".join(each))) - {"1.01"}, key=float) for each in columns]
+    assert list(told.groups()) == [end for each in (found[0], found[1], found[-1]) for end in (each[0], each[-1])]
