@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+import costs
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.program import PROGRAM, build
 from test_imports import FILES, TIERS
@@ -52,6 +53,12 @@ def test_what_a_page_names_of_a_module_stands_in_it(path: Path) -> None:
         if files and not any(stands.search(text_of(file)) for file in files):
             wrong.add(f"{module}.{name}")
     assert wrong <= NO_MODULES
+
+
+def test_what_is_told_of_costs_is_what_counts() -> None:
+    told = " ".join(text_of(ROOT / "CONTRIBUTING.md").split())
+    assert f"as many run as fit {costs.SECONDS:g} s; what takes more than {costs.DEAR:g} s takes turns" in told
+    assert f"with other commits, {costs.RAREST} at the most" in told
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
