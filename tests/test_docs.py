@@ -11,7 +11,7 @@ from typer.main import get_command
 import costs
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.program import PROGRAM, build
-from test_imports import FILES, TIERS
+from test_imports import FILES, PACKAGE, TIERS
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").rglob("*.md"))]
@@ -41,6 +41,14 @@ def test_files_that_a_page_names_are_there(path: Path) -> None:
     named = set(re.findall(r"(?<![\w…*<])(\w+\.(?:py|cu|cuh))\b", text_of(path)))
     placeholders = {name for name in named if re.search(r"(^|_)x(_|\.)", name)}
     assert sorted(named - placeholders - NAMES) == []
+
+
+def test_each_room_of_the_package_has_its_line() -> None:
+    told = text_of(ROOT / "docs" / "architecture.md").partition("## Files")[2]
+    rooms = {path.relative_to(PACKAGE).parts[0] for path in PACKAGE.rglob("*.*") if "__pycache__" not in path.parts}
+    assert {room for room in rooms if not re.search(rf"^  {re.escape(room)}[/ ]", told, re.MULTILINE)} <= {
+        "__init__.py", "__main__.py", "py.typed",
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
