@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import numpy as np
 import pytest
@@ -11,6 +13,9 @@ import pytest
 from nanovllm_cli import system
 from nanovllm_cli.bench import roofline as module
 from nanovllm_cli.bench.roofline import Roofline, RooflineError, _best_seconds, _sum, measure_roofline, roofline
+from nanovllm_cli.bench.sweep import Setup, Trial
+from nanovllm_cli.cli import bench
+from nanovllm_cli.cli.bench_options import BenchEngineOptions, BenchModelOptions
 
 
 class Clock:
@@ -116,3 +121,28 @@ def test_a_failed_measurement_is_said(tmp_path: Path, monkeypatch: pytest.Monkey
     monkeypatch.setattr(module.sys, "executable", "/bin/true")
     with pytest.raises(RooflineError, match="could not be measured"):
         roofline(threads=1)
+
+
+@pytest.mark.parametrize(
+    ("device", "threads", "asked", "times"),
+    [("cpu", 1, [("cpu", 3)], 1), ("cuda:1", None, [("cuda:1", None)], 2), ("auto", None, [("cpu", 3), ("cuda", None)], 2)],
+)
+def test_limits_of_several_processes_are_those_of_what_computes(
+    device: str, threads: int | None, asked: list[Any], times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A CPU is measured before processes divide it, of GPUs one: fp16 is nothing that a CPU has a limit of."""
+    found: list[Any] = []
+
+    def limits(of: str, num_threads: int | None) -> Roofline:
+        found.append((of, num_threads))
+        return Roofline(10.0, {"bf16": 1.0} if of == "cpu" else {"bf16": 4.0, "fp16": 5.0})
+
+    llm = SimpleNamespace(llm=SimpleNamespace(threads=threads))
+    monkeypatch.setattr(bench, "load", lambda *given: llm)
+    monkeypatch.setattr("nanovllm_cli.bench.table.check_room", lambda *given: None)
+    setup, model = Setup("tiny", threads=3, tensor_parallel_size=2), BenchModelOptions(device=device)
+    screen: Any = None
+    loaded = bench._open(setup, [Trial(8, 4)], model, BenchEngineOptions(), limits, screen)
+    assert found == asked
+    assert loaded.roofline == limits(*asked[-1]).times(times)
+    assert bench._open(setup, [Trial(8, 4)], model, BenchEngineOptions(), None, screen).roofline is None

@@ -62,7 +62,7 @@ def test_the_words_are_those_of_their_owners() -> None:
     from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format
     from nanovllm_cli.quantization.mixes import MIXES
     from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
-    from nanovllm_cli.weights.convert_tensors import check_outtype
+    from nanovllm_cli.weights.convert_tensors import BLOCK_TYPES, PLAIN_TYPES
 
     assert {word for word in words.FORMATS if ":" not in word} == set(FORMAT_NAMES)
     for word in words.FORMATS:
@@ -70,8 +70,7 @@ def test_the_words_are_those_of_their_owners() -> None:
     assert set(words.MIXES) == set(MIXES) - set(FORMAT_NAMES)
     assert set(words.TEMPLATES) == set(BUILTIN_TEMPLATES)
     assert [parsers.cache_type(word) for word in words.CACHE_TYPES] == list(words.CACHE_TYPES)
-    for word in words.OUTTYPES:
-        check_outtype(word, "gguf")
+    assert set(words.OUTTYPES) == {"auto", *PLAIN_TYPES, *BLOCK_TYPES}
 
 
 def test_what_takes_a_file_or_a_model_is_completed() -> None:

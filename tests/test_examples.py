@@ -46,8 +46,7 @@ GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
     r"^(brew |python3 -m venv|pip |make |\.venv/bin/pip)": INSTALL,
     r"cuda": GPU,
-    r"--override-kv|--hf-overrides": "the bundled model has no experts; tests/test_overrides.py has it",
-    r"--think": "the bundled model's template has no such switch; tests/test_cli_run.py has it",
+    r"expert_used_count|num_experts_per_tok": "the bundled model has no experts; tests/test_overrides.py has it",
     r"-x ": "the bundled model writes no code; tests/test_cli_run.py has it",
     r"--against transformers": "takes ten seconds; tests/test_verify.py has it",
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",

@@ -39,7 +39,7 @@ class Group(NamedTuple):
 
 
 def group(rank: int, size: int, order: int = 0, bugs: tuple[str, ...] = ()) -> Group:
-    regions = [torch.zeros(peers.region_bytes(AREA), dtype=torch.uint8) for _ in range(size)]
+    regions = [torch.zeros(peers.HEAD_BYTES + 2 * AREA, dtype=torch.uint8) for _ in range(size)]
     lost = torch.zeros(1, dtype=torch.int64)
     emulator = Emulator(order, bugs=bugs)
     here = peers.peers(emulator, lost.data_ptr(), rank, [each.data_ptr() for each in regions], AREA)
@@ -151,7 +151,7 @@ def _lost(one: Group) -> torch.Tensor:
     """The control of a group in which somebody is lost."""
     lost = torch.ones(1, dtype=torch.int64)
     control = one.here.control.clone()
-    control[peers.LOST_WORD] = lost.data_ptr()
+    control[0] = lost.data_ptr()
     one.emulator.by_address = [*one.emulator.by_address, lost]
     return control
 

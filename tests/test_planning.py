@@ -6,6 +6,7 @@ import json
 import os
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -13,6 +14,8 @@ import pytest
 from emulation.device import EmulatedDevice
 from engines import random_model, save, worker_for
 from forked_commands import Commands
+from nanovllm_cli.bench.roofline import Roofline
+from nanovllm_cli.cli import plan as plan_command
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import cuda_platform
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
@@ -214,3 +217,16 @@ def test_the_command_takes_what_serve_takes(words: list[str], says: str) -> None
     told = Commands(dict(os.environ)).run("plan", "tiny", "--roofline", "off", "--device", "cpu", *words)
     assert told.code == 0, told.err
     assert says in told.out
+
+
+@pytest.mark.parametrize(("device", "times"), [("cpu", 1), ("cuda", 2)])
+def test_gpus_that_compute_together_are_as_fast_as_all_of_them(
+    device: str, times: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of a CPU all is one machine's, however many processes there are."""
+    limits = Roofline(10.0, {"bf16": 4.0})
+    monkeypatch.setattr("nanovllm_cli.planning.plan.device_of", lambda config: device)
+    monkeypatch.setattr("nanovllm_cli.bench.roofline.roofline", lambda *given, **more: limits)
+    screen: Any = SimpleNamespace(err=SimpleNamespace(can_show=lambda text: True))
+    found = plan_command._speed(EngineConfig(tensor_parallel_size=2), plan_command.PlanOptions(), screen)
+    assert found == tuple(limits.times(times))

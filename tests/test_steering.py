@@ -201,7 +201,7 @@ def test_the_models_own_files_are_not_replaced(place: Path) -> None:
         (["--positive", "empty", "--negative", "empty", *ALL[4:]], 2, "have no texts"),
         (["--positive", "one", *ALL[2:]], 2, "one has 1 texts, down.txt has 2"),
         (["--positive", "shifted", *ALL[2:]], 2, "line 2 of down.txt is empty"),
-        (["--positive", "long", "--negative", "one", *ALL[4:]], 5, "tokens"),
+        (["--positive", "long", "--negative", "one", *ALL[4:]], 5, "hint: write shorter lines"),
         (["--positive", "down.txt", *ALL[2:]], 2, "the same of both texts"),
     ],
     ids=str,

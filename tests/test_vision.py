@@ -233,7 +233,6 @@ MODELS: dict[str, Any] = {
 SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
 """Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
 Part = int | Image | Picture
-QWENS = [name for name in MODELS if name.startswith("qwen")]
 
 
 def an_image(vision: VisionSpec, rows: int, columns: int) -> Image:

@@ -53,6 +53,10 @@ class Roofline(NamedTuple):
     read_gb_s: float
     gflops: dict[str, float]
 
+    def times(self, count: int) -> Roofline:
+        """Of so many devices alike."""
+        return Roofline(count * self.read_gb_s, {kind: count * speed for kind, speed in self.gflops.items()})
+
 
 def roofline(
     device: str = "cpu",

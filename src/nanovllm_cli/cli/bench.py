@@ -160,17 +160,18 @@ def _open(
         deterministic=engine.deterministic,
         activations=model.activations,
     )
-    before = None
-    if limits is not None and config.tensor_parallel_size > 1:  # afterwards this process keeps to some of the processors
-        before = limits("cpu", setup.threads)
+    before, several = None, config.tensor_parallel_size
+    if limits is not None and several > 1 and not model.device.startswith("cuda"):
+        before = limits("cpu", setup.threads)  # afterwards this process keeps to some of the processors
     with _hinting(longest):
         llm = load(setup.model, SourceOptions(revision=model.revision, offline=model.offline), config, screen).llm
     with _hinting(widest):
         check_room(llm, trials)
-    if limits is None or before is not None:
-        return Loaded(llm, before)
-    device = "cpu" if llm.threads is not None else "cuda" if model.device == "auto" else model.device
-    return Loaded(llm, limits(device, llm.threads))
+    if limits is None:
+        return Loaded(llm)
+    if llm.threads is not None:
+        return Loaded(llm, limits("cpu", llm.threads) if before is None else before)
+    return Loaded(llm, limits("cuda" if model.device == "auto" else model.device, None).times(several))
 
 
 @contextlib.contextmanager

@@ -136,7 +136,8 @@ class BenchEngineOptions:
         "-t", "--threads", help="CPU threads. [one a core; of a Mac, one a fast core]", panel=ENGINE
     )
     tensor_parallel_size: list[Any] | None = _several(
-        "-tp", "--tensor-parallel-size", help="Processes that compute the model together, on a CPU. [1]", panel=ENGINE
+        "-tp", "--tensor-parallel-size",
+        help="Processes that compute the model together, on a GPU each or beside a memory each. [1]", panel=ENGINE,
     )
     deterministic: Deterministic = False
 

@@ -23,7 +23,10 @@ TEMPLATES = (
     "alpaca", "chatml", "gemma", "llama2", "llama3", "mistral", "paligemma", "phi3", "plain", "vicuna", "zephyr",
 )  # fmt: skip
 CACHE_TYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
-OUTTYPES = ("auto", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k")
+OUTTYPES = (
+    "auto", "f32", "f16", "bf16", "q8_0", "q4_0", "q4_1", "q5_0", "q5_1", "q2_k", "q3_k", "q4_k", "q5_k", "q6_k", "q1_0", "q2_0",
+    "tq1_0", "tq2_0", "mxfp4",
+)  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)

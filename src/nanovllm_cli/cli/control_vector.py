@@ -18,7 +18,7 @@ from nanovllm_cli.cli.model import named_model
 from nanovllm_cli.cli.options import Device, DType, MessageOptions, ModelWord, SourceOptions
 from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import PromptTooLongError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.steering import Pair
@@ -142,7 +142,7 @@ def _pairs(tokenizer: Tokenizer, texts: list[tuple[str, str]], most: int) -> lis
     pairs = [Pair(*(tokenizer.encode(text) for text in both)) for both in texts]
     for ids in (ids for pair in pairs for ids in pair):
         if len(ids) > most:
-            raise PromptTooLongError(len(ids), most)
+            raise DoesNotFitError(f"a text has {len(ids)} tokens, the model's context holds {most}", "write shorter lines")
         if not ids:
             raise UsageError("a text has no tokens", "write something into each line")
     return pairs

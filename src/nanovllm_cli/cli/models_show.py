@@ -9,10 +9,10 @@ from typing import TYPE_CHECKING, Any
 import typer
 
 from nanovllm_cli.cli import signals
-from nanovllm_cli.cli.command import MODEL, OUTPUT, expand, is_typed, option
+from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import named_model
-from nanovllm_cli.cli.options import MessageOptions, ModelName, ModelWord
+from nanovllm_cli.cli.options import MessageOptions, ModelName, ModelWord, Revision
 from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.table import aligned
@@ -35,7 +35,7 @@ class ShowOptions:
     """Which of a model's revisions, and what of it."""
 
     model: ModelName = None
-    revision: str | None = option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
+    revision: Revision = None
     template: bool = option(
         "--template", help="The chat template, whole, and nothing else.", default=False, panel=OUTPUT, envvar=None
     )

@@ -71,7 +71,7 @@ ModelWord = Annotated[str | None, typer.Argument(metavar="MODEL", help=_A_MODEL)
 ModelWords = Annotated[list[str] | None, typer.Argument(metavar="MODEL", help=_A_MODEL)]
 
 Revision = Annotated[
-    str | None, typer_option("--revision", help="Branch, tag or commit on the hub.", panel=MODEL, metavar="REV")
+    str | None, typer_option("--revision", help="Branch, tag or commit on the hub. [main]", panel=MODEL, metavar="REV")
 ]
 Offline = Annotated[bool, typer_option("--offline", help="Use only what is on this machine.", panel=MODEL)]
 DType = Annotated[

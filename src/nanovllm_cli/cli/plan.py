@@ -163,7 +163,9 @@ def _speed(config: EngineConfig, options: PlanOptions, screen: Console) -> Speed
 
     fresh = options.check or options.roofline == "measure"
     try:
-        return Speed(*roofline(device_of(config), config.threads, fresh=fresh, progress=ProgressLine(screen)))
+        device = device_of(config)
+        of_one = roofline(device, config.threads, fresh=fresh, progress=ProgressLine(screen))
+        return Speed(*of_one.times(1 if device == "cpu" else config.tensor_parallel_size))
     except NanovllmError as error:
         screen.say(f"nothing is said of speed: {error.message}")
         return None

@@ -64,8 +64,8 @@ def run(
     """Answer one prompt, or a file of prompts.
 
     The answer goes to stdout and nothing else does. With -m (or NANOVLLM_MODEL) every argument is part of the prompt.
-    Sizes take k (thousands) and K (times 1024). Any option can be set by NANOVLLM_ and its name, by nanovllm.toml in
-    the project, and by config.toml in ~/.config/nanovllm.
+    Sizes take k (thousands) and K (times 1024). Options that say how, and not what about, can be set by NANOVLLM_ and their
+    name, by nanovllm.toml in the project, and by config.toml in ~/.config/nanovllm.
     """
     screen = screen_for(messages)
     given = sampling.given() | form.given()

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from nanovllm_cli.cli import inputs, signals
-from nanovllm_cli.cli.command import MODEL, OUTPUT, PROMPT, expand, option
+from nanovllm_cli.cli.command import OUTPUT, PROMPT, expand, option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import chat_template, name_and_words, named_model, template_kwargs, template_variables
 from nanovllm_cli.cli.models_show import here
@@ -19,6 +19,7 @@ from nanovllm_cli.cli.options import (
     MessageOptions,
     ModelName,
     ModelWord,
+    Revision,
     SourceOptions,
     refuse_both,
 )
@@ -46,7 +47,7 @@ class TokenizeOptions:
     """Whose tokenizer, of what, and how it is read."""
 
     model: ModelName = None
-    revision: str | None = option("--revision", help="A branch, tag or commit on the hub. [main]", panel=MODEL)
+    revision: Revision = None
     chat_template: ChatTemplateChoice = None
     prompt: str | None = option(
         "-p", "--prompt", help="The text, as the arguments after MODEL.", panel=TEXT, metavar="TEXT", envvar=None

@@ -5,7 +5,6 @@ weights. It draws nothing, and knows nothing of requests.
 from __future__ import annotations
 
 import contextlib
-import logging
 import os
 from collections.abc import Callable, Sequence
 
@@ -36,8 +35,6 @@ from nanovllm_cli.engine.sampler import Mask, Sampler
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-
-logger = logging.getLogger(__name__)
 
 
 def end_process() -> None:

@@ -50,7 +50,6 @@ from nanovllm_cli.kernels.entry import ALIGNMENT, Kernel  # noqa: E402
 from nanovllm_cli.kernels.simd import TILE_COLUMNS  # noqa: E402
 
 CacheDTypes = tuple[torch.dtype, torch.dtype]
-DTYPES = (torch.bfloat16, torch.float32)
 BLOCK = cpu_cache.BLOCK
 _TAGS = {torch.bfloat16: "H", torch.float32: "f", torch.int8: "b", torch.float8_e4m3fn: "B"}
 _PAIRS = {torch.bfloat16: 2, torch.float32: 1}

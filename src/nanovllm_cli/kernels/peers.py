@@ -17,7 +17,6 @@ THREADS, BLOCKS, LINE = 256, 16, 128
 HEAD_BYTES = BLOCKS * LINE
 UNITS = {16: "uint4", 8: "uint2", 4: "uint32_t", 2: "uint16_t"}
 """Bytes that are moved at once, and CUDA's name of them."""
-LOST_WORD, _AREA_WORD, _RANK_WORD, _SIZE_WORD, NUM_WORDS = range(5)
 
 
 class Peers(NamedTuple):
@@ -40,13 +39,8 @@ class Columns(NamedTuple):
     width: int
 
 
-def region_bytes(area_bytes: int) -> int:
-    """Of what a GPU shows the others: flags and two areas. It begins as zeros."""
-    return HEAD_BYTES + 2 * area_bytes
-
-
 def peers(launcher: Launcher, lost: int, rank: int, regions: Sequence[int], area_bytes: int) -> Peers:
-    """lost, regions: addresses, as the device has them."""
+    """lost, regions: addresses, as the device has them. A region is HEAD_BYTES of flags, which begin as zeros, and two areas."""
     size = len(regions)
     words = [lost, area_bytes, rank, size, *regions, *[0] * BLOCKS]
     return Peers(torch.tensor(words, dtype=torch.int64).to(launcher.device), rank, size, area_bytes)

@@ -128,7 +128,7 @@ class _Output:
         hint = {
             errno.ENOSPC: "free some space, or write to another disk",
             errno.EDQUOT: "your quota is used up: free some space, or write to another disk",
-            errno.EFBIG: "the file is larger than the system lets you write; --split-max-size writes smaller ones",
+            errno.EFBIG: "the disk, or ulimit -f, allows no file of that size; convert --split-max-size writes smaller ones",
             errno.ENOENT: "create its folder first",
             errno.EACCES: "choose a place that you may write to",
             errno.EROFS: "choose a place that you may write to",
