@@ -24,7 +24,7 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
-from nanovllm_cli.engine import decode_work, device_sampler, platforms
+from nanovllm_cli.engine import decode_work, platforms
 from nanovllm_cli.engine import worker as workers
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.cpu_platform import CpuPlatform
@@ -221,15 +221,6 @@ def test_answers_that_the_host_draws_leave_steps_recorded(folder: Path) -> None:
     engine.step()
     assert device.launcher.num_launches - launches == len(device.graphs[-1].launches)
     assert len(device.graphs) == graphs
-
-
-def test_a_vocabulary_too_large_for_the_devices_sampler_is_drawn_from_on_the_host(
-    folder: Path, expected: list[tuple[int, ...]], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_sampler, "MAX_VOCABULARY", 100)
-    device = EmulatedDevice()
-    assert tokens(engine_on(folder, device), greedy(8)) == expected
-    assert device.graphs
 
 
 FORM = Constraint("regex", "[0-9]{2}-[0-9]{2}")

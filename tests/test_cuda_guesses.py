@@ -14,7 +14,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice
 from engines import greedy, random_model, run, save
-from nanovllm_cli.engine import decode_work, device_sampler
+from nanovllm_cli.engine import decode_work
 from nanovllm_cli.engine.assistant import AssistantDraft
 from nanovllm_cli.engine.eagle import EagleDraft
 from nanovllm_cli.engine.plan import Plan, Scheduled
@@ -192,16 +192,6 @@ def test_a_late_device_draws_the_same(folder: Path) -> None:
     with LateDevice() as device:
         assert answers(engine_on(folder, device, **settings), asked) == expected
     assert device.races == []
-
-
-def test_a_vocabulary_that_is_drawn_from_on_the_host(
-    folder: Path, plain: tuple[list[Any], int], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(device_sampler, "MAX_VOCABULARY", 100)
-    settings = SETTINGS | {"deterministic": True, "num_speculative_tokens": 8}
-    assert [each[0] for each in answers(engine_on(folder, EmulatedDevice(), **settings), KINDS[:5])] == [
-        each[0] for each in plain[0][:5]
-    ]
 
 
 @pytest.mark.parametrize("more", [{"kv_cache_dtype": "fp8"}, {}], ids=["fp8 cache", "angles by the length"])

@@ -287,6 +287,23 @@ def test_the_random_numbers_are_the_cpus(position: int) -> None:
     assert buffers.token_ids.tolist() == expected.astype(np.int64).tolist()
 
 
+def test_weights_of_more_tokens_than_a_word_counts_add_up() -> None:
+    """Gemma 3's 262,208, all of the same weight, and with one token that weighs as much as all others."""
+    vocab, seeds = 262_208, list(range(6))
+    logits = torch.zeros(len(seeds), vocab)
+    logits[3:, -1] = math.log(vocab)
+    table, buffers = SamplingTable(CPU, len(seeds), vocab), SamplingBuffers(CPU, len(seeds), vocab)
+    buffers.rows[:] = torch.arange(len(seeds))
+    for slot, seed in enumerate(seeds):
+        table.write(slot, SamplingParams(top_p=0.9), seed, (), ())
+    sample(Emulator(), logits, table, buffers, has_logprobs=False)
+    uniforms = philox_uniforms(seeds, [0] * len(seeds), DRAW_TOKEN)
+    assert buffers.token_ids[:3].tolist() == (uniforms[:3] * math.ceil(0.9 * vocab)).astype(np.int64).tolist()
+    kept = math.ceil(0.8 * vocab)  # beside the last token, half of all
+    places = uniforms[3:] * (kept + vocab)
+    assert buffers.token_ids[3:].tolist() == [vocab - 1 if place >= kept else int(place) for place in places]
+
+
 # ---- log-probabilities ----
 
 
@@ -368,7 +385,7 @@ def test_greedy_rows_alone_are_one_launch() -> None:
     assert emulator.launches == {"largest_logits": 1}
 
 
-@pytest.mark.parametrize("vocab", [1, 513, 32_000, 50_257, 151_936, 2**18])
+@pytest.mark.parametrize("vocab", [1, 513, 32_000, 50_257, 151_936, 2**18, 262_400, 2**22])
 @pytest.mark.parametrize("batch", [1, 3, 64, 256])
 def test_slices_cover_a_row(vocab: int, batch: int) -> None:
     count, length, lanes = sampling_table.divide(vocab, batch, 132)

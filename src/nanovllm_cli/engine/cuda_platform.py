@@ -247,8 +247,7 @@ class CudaPlatform:
         decode = DecodeStep(self.device, model, backend, cache, rows, guesses, width, most, keeps_rows, modules)
         vocab_size, most_rows = model.spec.vocab_size, MOST_ROWS if guesses else 0
         on_device = DeviceSampler(self.device, vocab_size, rows, decode.drawn_tokens, sampler.guide, most_rows)
-        if on_device.knows_vocabulary:
-            on_device.buffers.rows = decode.sampling_rows
+        on_device.buffers.rows = decode.sampling_rows
         self.progress.stage("preparing decode kernels for this GPU", None, "tensors")
         with torch.inference_mode():
             decode.warm_up(on_device)

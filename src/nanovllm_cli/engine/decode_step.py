@@ -182,7 +182,7 @@ class DecodeStep:
         hidden = self._model.run(inputs, self._cache)
         self.hidden = self._model.kept(hidden) if self._keeps_hidden else None
         logits = self._model.logits(hidden)
-        if sampling is not None and sampler.knows_vocabulary:
+        if sampling is not None:
             sampler.draw(logits, *sampling)
         return logits
 

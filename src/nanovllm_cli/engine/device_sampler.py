@@ -21,7 +21,7 @@ from nanovllm_cli.engine.uploads import STEPS_IN_FLIGHT
 from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.sampling import sample
-from nanovllm_cli.kernels.sampling_table import MAX_VOCABULARY, SamplingBuffers, SamplingTable, on_device
+from nanovllm_cli.kernels.sampling_table import SamplingBuffers, SamplingTable, on_device
 from nanovllm_cli.sampling_params import SamplingParams
 
 GuideOf = Callable[[NewSequence], Guide | None]
@@ -61,9 +61,6 @@ class DeviceSampler:
         self._free = list(range(max_rows))
         self.max_rows = max_rows
         self._at_once: DrawsAtOnce | None = None
-        self.knows_vocabulary = vocab_size <= MAX_VOCABULARY
-        if not self.knows_vocabulary:
-            return
         self.table = SamplingTable(self._launcher.device, max_rows, vocab_size)
         self.buffers = SamplingBuffers(self._launcher.device, max_rows, vocab_size)
         self.buffers.token_ids = tokens
@@ -74,7 +71,7 @@ class DeviceSampler:
             self._at_once = DrawsAtOnce(device, vocab_size, max_guesses)
 
     def takes(self, params: SamplingParams, stop_ids: Sequence[int]) -> bool:
-        return self.knows_vocabulary and on_device(params, stop_ids)
+        return on_device(params, stop_ids)
 
     def add(self, new: NewSequence) -> None:
         """Register a sequence; again, from its start, where a step that failed is repeated."""

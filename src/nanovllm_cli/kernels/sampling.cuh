@@ -100,10 +100,17 @@ DEVICE void accept_token(int id, const Params& params, int sequence, int vocabul
 
 constexpr int BUCKETS = 256;
 
-// Of each bucket: how many, and their weights in limbs of 14 bits, of which 2^18 add up in 32. Shared memory has no 64-bit add.
+// Of each bucket: how many, and the sum of their weights, its lower word and its upper one. Shared memory has no 64-bit add.
 struct Histogram {
-  uint32_t counts[BUCKETS], limbs[3][BUCKETS];
+  uint32_t counts[BUCKETS], words[2][BUCKETS];
 };
+
+// Whoever takes the lower word past its end carries: sums are the same in whatever order they come about.
+DEVICE void add_weight(Histogram& histogram, int bucket, uint64_t weight) {
+  const uint32_t low = (uint32_t)weight, sum = low + atomicAdd(&histogram.words[0][bucket], low);
+  const uint32_t high = (uint32_t)(weight >> 32) + (sum < low);
+  if (high) atomicAdd(&histogram.words[1][bucket], high);
+}
 
 // Where a sum over tokens in order of their keys reaches a target. The keys, below `num_keys`, are what `key_of` gives for
 // each token, NO_KEY for one that does not take part. is_weighted: the sum is of weights, by `weight_of(gap)`, else a count.
@@ -250,8 +257,7 @@ struct Answer {
 
 DEVICE uint64_t sum_of(const Histogram& histogram, int bucket, bool is_weighted) {
   if (!is_weighted) return histogram.counts[bucket];
-  const uint64_t low = histogram.limbs[0][bucket], middle = histogram.limbs[1][bucket], high = histogram.limbs[2][bucket];
-  return low + (middle << 14) + (high << 28);
+  return (uint64_t)histogram.words[1][bucket] << 32 | histogram.words[0][bucket];
 }
 
 // By one warp: the bucket in which a sum that is `before` ahead of bucket 0 reaches the target.
@@ -310,11 +316,7 @@ DEVICE Answer find_limit(const Source& source, const Probe& probe, const Questio
       if (key == NO_KEY || key - low >= size) return;
       const int bucket = linear ? (int)(__uint_as_float(key) * 8.0f) : (int)((key - low) >> shift);
       atomicAdd(&shared.histogram.counts[bucket], 1u);
-      if (!is_weighted) return;
-      const uint64_t weight = weight_of(gap);
-      atomicAdd(&shared.histogram.limbs[0][bucket], (uint32_t)weight & 0x3fff);
-      atomicAdd(&shared.histogram.limbs[1][bucket], (uint32_t)(weight >> 14) & 0x3fff);
-      atomicAdd(&shared.histogram.limbs[2][bucket], (uint32_t)(weight >> 28));
+      if (is_weighted) add_weight(shared.histogram, bucket, weight_of(gap));
     });
     __syncthreads();
     if (threadIdx.x < WARP_SIZE) find_bucket(before, target, shared);

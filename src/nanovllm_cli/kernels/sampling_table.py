@@ -19,13 +19,11 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from nanovllm_cli.kernels.cpu_sampling import draw_settings, is_filtered
+from nanovllm_cli.kernels.cpu_sampling import MAX_VOCABULARY, draw_settings, is_filtered
 from nanovllm_cli.kernels.kernel import Launcher, widest
 from nanovllm_cli.samplers import chain_of
 from nanovllm_cli.sampling_params import MAX_LOGIT_BIASES, SamplingParams
 
-MAX_VOCABULARY = 2**18
-"""So many limbs of 14 bits add up in 32 (sampling.cuh)."""
 MAX_STOP_IDS = 64
 MAX_LOGPROBS = 20
 
