@@ -513,6 +513,24 @@ def test_what_convert_writes_is_the_model_with_it(target: str, tiny: Path, tmp_p
     assert difference(plain, at_once) > 0.05
 
 
+@pytest.mark.parametrize(("outtype", "error"), [("f32", 1e-6), ("f16", 2**-11), ("bf16", 2**-8), ("auto", 2**-8)])
+def test_the_sum_is_rounded_once_to_what_is_written(outtype: str, error: float, tiny: Path, tmp_path: Path) -> None:
+    """Of a bfloat16 model a float32 file has more than bfloat16's numbers where an adapter was added."""
+    out, name = tmp_path / "out", "model.layers.1.mlp.down_proj.weight"
+    args = ("--to", "hf", "--outtype", outtype, "-o", str(out), "--lora", str(tiny / "adapter"), "--json")
+    done = driven(tmp_path, "convert", "tiny", *args)
+    assert done.code == 0, done.err
+    sides = load_file(tiny / "adapter" / "adapter_model.safetensors")
+    down, up = (sides[f"base_model.model.{name.replace('weight', side)}.weight"].double() for side in ("lora_A", "lora_B"))
+    with open_checkpoint(resolve("tiny").path) as base, open_checkpoint(out) as written:
+        expected = base.tensor(name).double() + up @ down
+        found, stored = written.tensor(name), base.info(name)
+    assert found.dtype == {"f32": torch.float32, "f16": torch.float16}.get(outtype, torch.bfloat16)
+    assert bool(((found.double() - expected).abs() <= error * expected.abs() + 1e-7).all())
+    matrices = next(row for row in json.loads(done.out)["tensors"] if stored.dtype_name in row["from"])
+    assert "F32" not in matrices["from"]
+
+
 def test_it_is_not_written_into_blocks(blocks: Callable[[str], Path], tmp_path: Path) -> None:
     trained(LlamaConfig(**EVEN), tmp_path)
     with open_checkpoint(blocks("q8_0")) as base, pytest.raises(UnsupportedError, match="rounded away"):
