@@ -166,7 +166,7 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Memory of all matrices; norms and biases are too small to count."""
-        return sum(storage.num_bytes for storage in self._storages)
+        return self._own_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -174,8 +174,13 @@ class LoadedModel:
         takes."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
         embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
-        every = sum(storage.num_bytes for storage in self._storages)
-        return every - sum(embedding.weight.num_bytes for embedding in embeddings)
+        return self._own_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
+
+    @property
+    def _own_bytes(self) -> int:
+        """Of this process's matrices."""
+        of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
+        return of_heads + sum(storage.num_bytes for storage in self._storages)
 
     @property
     def expert_bytes(self) -> int:
