@@ -156,6 +156,8 @@ class LoadedModel:
         """What depends on the weights' formats."""
         self.block_bytes = block_bytes(self.own_spec.mixers, self.model.backend)
         self.state_bytes = state_bytes(self.own_spec.mixers, self.model.backend)
+        of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
+        self._own_bytes = of_heads + sum(storage.num_bytes for storage in self._storages)
         can = [storage.recordable for storage in self._storages]
         self.recordable = all(can) and all(block.mlp.recordable for block in self.model.blocks if isinstance(block.mlp, MoE))
 
@@ -175,12 +177,6 @@ class LoadedModel:
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
         embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
         return self._own_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
-
-    @property
-    def _own_bytes(self) -> int:
-        """Of this process's matrices."""
-        of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
-        return of_heads + sum(storage.num_bytes for storage in self._storages)
 
     @property
     def expert_bytes(self) -> int:
