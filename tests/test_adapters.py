@@ -45,6 +45,7 @@ from nanovllm_cli.errors import (
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.adapted import merged
+from nanovllm_cli.weights.adapter import open_adapter
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.source import resolve
 from test_cli_driver import Result
@@ -517,10 +518,50 @@ def test_what_convert_writes_is_the_model_with_it(target: str, tiny: Path, tmp_p
     assert difference(plain, at_once) > 0.05
 
 
+@pytest.mark.parametrize(("outtype", "error"), [("f32", 1e-6), ("f16", 2**-11), ("bf16", 2**-8), ("auto", 2**-8)])
+def test_the_sum_is_rounded_once_to_what_is_written(outtype: str, error: float, tiny: Path, tmp_path: Path) -> None:
+    """Of a bfloat16 model a float32 file has more than bfloat16's numbers where an adapter was added."""
+    out, name = tmp_path / "out", "model.layers.1.mlp.down_proj.weight"
+    args = ("--to", "hf", "--outtype", outtype, "-o", str(out), "--lora", str(tiny / "adapter"), "--json")
+    done = driven(tmp_path, "convert", "tiny", *args)
+    assert done.code == 0, done.err
+    sides = load_file(tiny / "adapter" / "adapter_model.safetensors")
+    down, up = (sides[f"base_model.model.{name.replace('weight', side)}.weight"].double() for side in ("lora_A", "lora_B"))
+    with open_checkpoint(resolve("tiny").path) as base, open_checkpoint(out) as written:
+        expected = base.tensor(name).double() + up @ down
+        found, stored = written.tensor(name), base.info(name)
+    assert found.dtype == {"f32": torch.float32, "f16": torch.float16}.get(outtype, torch.bfloat16)
+    assert bool(((found.double() - expected).abs() <= error * expected.abs() + 1e-7).all())
+    matrices = next(row for row in json.loads(done.out)["tensors"] if stored.dtype_name in row["from"])
+    assert "F32" not in matrices["from"]
+
+
 def test_it_is_not_written_into_blocks(blocks: Callable[[str], Path], tmp_path: Path) -> None:
     trained(LlamaConfig(**EVEN), tmp_path)
     with open_checkpoint(blocks("q8_0")) as base, pytest.raises(UnsupportedError, match="rounded away"):
         merged(base, [Lora(str(tmp_path))])
+
+
+def test_alphas_are_those_of_peft_whatever_the_patterns(tmp_path: Path) -> None:
+    """A dot in a pattern is any character, and the first pattern that means a module counts."""
+    from peft.utils.other import get_pattern_key
+
+    places = [f"{i}.{part}" for i in (1, 11) for part in ("self_attn.q_proj", "mlp.up_proj")]
+    modules = ["lm_head", *(f"model.{inner}layers.{place}" for inner in ("", "language_model.") for place in places)]
+    patterns = [
+        "q_proj", "self_attn.q_proj", "layers.1.self_attn.q_proj", "1.self_attn.q_proj", "proj", "^", "", "q^proj", "^q_proj",
+        "^model.layers.1.self_attn.q_proj", "model.layers.1", "lm_head", "^lm_head", "^lm.head", ".q_proj", "q.proj", "q_pro.",
+        "m.p.up_proj", "...11.mlp.up_proj", "layers.1..mlp.up_proj",
+    ]  # fmt: skip
+    sides = {f"base_model.model.{name}.lora_{side}.weight": torch.ones(1, 1) for name in modules for side in "AB"}
+    save_file(sides, tmp_path / "adapter_model.safetensors")
+    random = np.random.default_rng(0)
+    for some in [[pattern] for pattern in patterns] + [list(random.choice(patterns, 3, replace=False)) for _ in range(50)]:
+        alphas = {str(pattern): 10 + place for place, pattern in enumerate(some)}
+        config = {"peft_type": "LORA", "r": 1, "lora_alpha": 5, "alpha_pattern": alphas}
+        (tmp_path / "adapter_config.json").write_text(json.dumps(config))
+        found = {name: added.scale for name, added in open_adapter(tmp_path, 1.0).weights.items()}
+        assert found == {f"{name}.weight": alphas.get(get_pattern_key(list(alphas), name), 5) for name in modules}, some
 
 
 # ---- what is refused ----

@@ -101,6 +101,28 @@ def test_runs_match_by_their_rates_and_only_wanted_metrics_count() -> None:
     }
 
 
+def test_a_rate_that_fell_to_nothing_fails() -> None:
+    """As of a server that refuses everybody, or where no request is in time any more. A latency of 0 is one of no request."""
+    before = {"request_throughput": 10.0, "request_goodput": 5.0, "mean_ttft_ms": 3.0}
+    for after in ({"request_throughput": 10.0, "request_goodput": 0.0, "mean_ttft_ms": 0.0}, dict.fromkeys(before, 0.0)):
+        sources = {name: [Summary("serve", "m", {}, metrics)] for name, metrics in (("a", before), ("b", after))}
+        made = compare(sources, fail_under=0.95)
+        assert {row.metric: row.ratio for row in made.rows} == {
+            name: after[name] / value for name, value in before.items() if not name.endswith("_ms")
+        }
+        assert [row.metric for row in made.failed] == [name for name, value in after.items() if not value and "ms" not in name]
+
+
+def test_others_words_bring_no_control_characters(tmp_path: Path) -> None:
+    for name, kind in (("a", "serve"), ("b", "\x1b[31m\x07")):
+        both = [Summary(each, "m", {}, {"request_throughput": 1.0}) for each in ("latency", kind)]
+        (tmp_path / f"{name}.json").write_text(write_json(both))
+    told = command("a.json", "b.json", cwd=tmp_path)
+    assert told.returncode == 0
+    assert "only in b:" in told.stdout
+    assert all(c.isprintable() for c in told.stdout.replace("\n", ""))
+
+
 def test_three_files_are_each_held_against_the_first() -> None:
     made = compare({"a": [record(10.0)], "b": [record(20.0)], "c": [record(5.0), record(1.0, gen=1)]}, fail_under=1.0)
     assert [(row.file, row.ratio) for row in made.rows] == [("b", pytest.approx(2.0)), ("c", pytest.approx(0.5))]

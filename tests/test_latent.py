@@ -413,6 +413,23 @@ def test_what_is_taken_apart_by_head_stays_plain(tmp_path: Path) -> None:
         assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
 
 
+@pytest.mark.parametrize("ranks", [1, 2])
+def test_matrices_of_heads_count_among_the_weights(ranks: int, tmp_path: Path) -> None:
+    """What a head has for its keys and its values, here most of the model, takes memory, and a step reads it."""
+    sizes = {"num_hidden_layers": 2, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 128}
+    model = random_model(YoutuConfig(**EVEN | sizes))
+    by_name = {key: 4 * each.numel() for key, each in model.named_parameters() if each.dim() == 2}
+    of_heads, of_tokens = (sum(n for key, n in by_name.items() if part in key) for part in ("kv_b_proj", "embed_tokens"))
+    worker = worker_for(save(model, tmp_path), dtype="float32", tensor_parallel_size=ranks)
+    try:
+        assert of_heads > sum(by_name.values()) / 3
+        assert sum(by_name.values()) <= worker.weight_bytes < sum(by_name.values()) + of_heads * 3 / 4
+        assert worker.read_bytes <= worker.weight_bytes - of_tokens
+        assert worker.read_bytes > sum(by_name.values()) - 2 * of_tokens
+    finally:
+        worker.close()
+
+
 def test_a_folder_is_quantized_to_a_file(tmp_path: Path) -> None:
     config = DeepseekV3Config(**EVEN | {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100}, **EXPERTS,
                               n_group=4, topk_group=2)  # fmt: skip

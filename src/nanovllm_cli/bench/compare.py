@@ -119,9 +119,12 @@ def _rows(
 ) -> Iterable[Row]:
     for metric, old in before.items():
         new = after.get(metric)
-        if new is None or (wanted and metric not in wanted) or old.mean <= 0 or new.mean <= 0:
+        if new is None or (wanted and metric not in wanted) or old.mean <= 0 or new.mean < 0:
             continue
-        ratio = old.mean / new.mean if metric.endswith("_ms") else new.mean / old.mean
+        is_latency = metric.endswith("_ms")
+        if is_latency and new.mean == 0:  # nothing was measured; a rate of 0 is all that was lost
+            continue
+        ratio = old.mean / new.mean if is_latency else new.mean / old.mean
         error = None if old.error is None or new.error is None else ratio * math.hypot(old.error, new.error)
         fails = least is not None and ratio < least
         yield Row(_said(key), metric, file, old.mean, new.mean, ratio, error, fails)

@@ -78,7 +78,8 @@ def comparison_table(comparison: Comparison) -> str:
     )
     parts = [table((*head, "ratio"), rows, num_words=3 if several else 2)]
     if comparison.alone:
-        parts.append("".join(f"- only in {file}: {', '.join(tests)}\n" for file, tests in comparison.alone.items()))
+        alone = [(file, ", ".join(tests)) for file, tests in comparison.alone.items()]
+        parts.append("".join(f"- only in {printable(file)}: {printable(tests)}\n" for file, tests in alone))
     if comparison.differing:
         names = ("what differs", comparison.baseline, *comparison.files)
         parts.append(table(names, [(name, *each) for name, each in comparison.differing.items()], num_words=len(names)))

@@ -156,6 +156,8 @@ class LoadedModel:
         """What depends on the weights' formats."""
         self.block_bytes = block_bytes(self.own_spec.mixers, self.model.backend)
         self.state_bytes = state_bytes(self.own_spec.mixers, self.model.backend)
+        of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
+        self._own_bytes = of_heads + sum(storage.num_bytes for storage in self._storages)
         can = [storage.recordable for storage in self._storages]
         self.recordable = all(can) and all(block.mlp.recordable for block in self.model.blocks if isinstance(block.mlp, MoE))
 
@@ -166,7 +168,7 @@ class LoadedModel:
     @property
     def weight_bytes(self) -> int:
         """Memory of all matrices; norms and biases are too small to count."""
-        return sum(storage.num_bytes for storage in self._storages)
+        return self._own_bytes
 
     @property
     def read_bytes(self) -> int:
@@ -174,8 +176,7 @@ class LoadedModel:
         takes."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
         embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
-        every = sum(storage.num_bytes for storage in self._storages)
-        return every - sum(embedding.weight.num_bytes for embedding in embeddings)
+        return self._own_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
 
     @property
     def expert_bytes(self) -> int:

@@ -70,6 +70,10 @@ class ConvolvedAttention(Projected):
         }
         return self.qkv.slots() | own | self.out.slots()
 
+    @property
+    def head_bytes(self) -> int:
+        return sum(matrices.num_bytes for matrices in self.matrices)
+
     def _load_taps(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "a plain slot"
         count, (num_rows, own) = len(self._each_taps), rows.shape

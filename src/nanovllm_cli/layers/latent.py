@@ -111,6 +111,10 @@ class LatentAttention(Projected):
                 slots[f"{name}.{head}.weight"] = WeightSlot(shape, self._loader(name, head, shape[0]), plain=True)
         return slots
 
+    @property
+    def head_bytes(self) -> int:
+        return self.weights.keys.num_bytes + self.weights.values.num_bytes
+
     def _load_gated(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         """Rows of q_b, where each head's query is followed by its gates. All gates come to lie before all queries."""
         assert self.q_b is not None

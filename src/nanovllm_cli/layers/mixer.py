@@ -27,6 +27,11 @@ class Mixer(ABC):
     @abstractmethod
     def slots(self) -> Slots: ...
 
+    @property
+    def head_bytes(self) -> int:
+        """Memory of matrices that each head has its own of, which are in no `WeightStorage`."""
+        return 0
+
 
 class Projected(Mixer):
     """out(mix(x)). out: the last projection of the layer."""

@@ -70,12 +70,9 @@ def adapt(
     spec: ModelSpec,
     lora: Iterable[Lora],
     modules: Sequence[LoraModule] = (),
-    *,
-    rounds: bool = False,
 ) -> Adapted:
     """`checkpoint` of a model of `spec`, as `reader` reads it, with adapters that are paths on this machine. modules: those that
-    requests choose, of which nothing can be in the weights. rounds: to the type that a weight is stored in; else what changed is
-    float32 at the least.
+    requests choose, of which nothing can be in the weights. What changed is float32 at the least, whatever it is stored as.
 
     Raises what `open_adapter` raises, and UsageError where an adapter is for another model.
     """
@@ -102,14 +99,14 @@ def adapt(
                 )
             beside.setdefault(ours[name], []).append(added._replace(module=number))
     apart = unstacked(checkpoint) if holds_several(checkpoint) else checkpoint
-    return Adapted(_Sum(apart, plain, rounds=rounds) if plain else checkpoint, beside)
+    return Adapted(_Sum(apart, plain) if plain else checkpoint, beside)
 
 
 def merged(checkpoint: Checkpoint, lora: Sequence[Lora]) -> Checkpoint:
-    """`checkpoint` with adapters in it, for writing. Raises as `adapt`, and UnsupportedError where weights are quantized, or a
-    tensor holds all experts."""
+    """`checkpoint` with adapters in it, for writing, which rounds once: to the type that is written. Raises as `adapt`, and
+    UnsupportedError where weights are quantized, or a tensor holds all experts."""
     reader = open_reader(checkpoint)
-    adapted = adapt(checkpoint, reader, read_spec(checkpoint, reader), lora, rounds=True)
+    adapted = adapt(checkpoint, reader, read_spec(checkpoint, reader), lora)
     if adapted.beside:
         raise UnsupportedError(
             f"{checkpoint.path}: an adapter is not written into weights that are quantized: most of it would be rounded away",
@@ -225,15 +222,14 @@ def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkp
 
 
 class _Sum(CheckpointView):
-    """`added` by name. rounds: see `adapt`."""
+    """`added` by name."""
 
-    def __init__(self, inner: Checkpoint, added: Sums, *, rounds: bool) -> None:
+    def __init__(self, inner: Checkpoint, added: Sums) -> None:
         super().__init__(inner)
         self._added = added
-        self._rounds = rounds
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        """Added in fp32."""
+        """Added in fp32, and left so; headers say what it was stored as."""
         stored = super().tensor(name, rows)
         if name not in self._added:
             return stored
@@ -241,7 +237,6 @@ class _Sum(CheckpointView):
         total = stored.to(torch.promote_types(stored.dtype, torch.float32))
         for each in self._added[name]:
             total = total + each.rows(first, end)
-        total = total.to(stored.dtype) if self._rounds else total
         if bool((stored.isfinite() & ~total.isfinite()).any()):
             raise CheckpointError(f"{self.path}: with its adapter, tensor {name!r} has values that {total.dtype} cannot hold")
         return total

@@ -173,13 +173,25 @@ class _Alphas:
             if re.search(r"[^\w.^-]", name):  # PEFT takes any regular expression, and so would somebody else's file
                 raise UnsupportedError(f"{config.where}: the pattern {name[:60]!r} of alpha_pattern", MERGE_FIRST)
             self._own[name] = place, patterns.number(name, positive=False)
+        self._own.pop("", None)  # which means no weight
+        self._shapes = {re.sub(r"[^.^]", "x", name) for name in self._own}
 
     def scale(self, weight: str, rank: int) -> float:
-        """The first pattern counts that is the weight's whole name behind a ^, or the end of its name from a dot on."""
-        parts = weight.split(".")
-        names = [f"^{weight}", *(".".join(parts[i:]) for i in range(len(parts)))]
-        alpha = min((self._own[name] for name in names if name in self._own), default=(0, self._usual))[1]
+        """The first pattern counts that is the weight's whole name behind a ^, or the end of its name from a dot on. Its own dots
+        are any character, as in PEFT's."""
+        found = (self._own.get(_as_pattern(weight, shape)) for shape in self._shapes)
+        alpha = min((own for own in found if own is not None), default=(0, self._usual))[1]
         return alpha / (math.sqrt(rank) if self._by_root else rank)
+
+
+def _as_pattern(weight: str, shape: str) -> str:
+    """The one pattern of that shape (x a character, . any) that means the weight, or "". An adapter may have a pattern for each
+    of thousands of weights, so that they are looked up, and not tried."""
+    anchor = shape[:1] if shape.startswith("^") else ""
+    start = len(weight) - len(shape) + len(anchor)
+    if start < 0 or (start > 0 and (anchor or weight[start - 1] != ".")):
+        return ""
+    return anchor + "".join("." if kind == "." else c for kind, c in zip(shape[len(anchor) :], weight[start:], strict=True))
 
 
 def stamps(path: Path) -> Stamps:
