@@ -722,6 +722,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a sigmoid": ("llama", {**EXPERTS, "expert_gating_func": 2}, "not weighed by a softmax"),
     "layers that see": ("granite", {"deepstack_mapping": [-1, 0, 1]}, "layers of a Granite that see"),
     "groups of experts": ("llama", {**EXPERTS, "expert_group_count": 2}, "chosen by groups"),
+    "heads that grow": ("llama", {"rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor 0.5"),
 }
 
 
