@@ -10,7 +10,8 @@ from typing import Any
 
 import pytest
 import torch
-from transformers import FalconH1Config
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForImageTextToText, FalconH1Config, HyperCLOVAXVisionV2Config
 
 from engines import each_alone, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.config import LoraModule
@@ -124,6 +125,23 @@ def test_factors_are_applied_once(folder: Path) -> None:
                            (checkpoint.tensor("model.layers.1.self_attn.k_proj.weight").float() * (1.3 * 0.6)).bfloat16())
         untouched = "model.layers.0.feed_forward.up_proj.weight"
         assert torch.equal(once.tensor(untouched), checkpoint.tensor(untouched))
+
+
+def test_factors_are_applied_to_weights_by_bare_names(tmp_path: Path) -> None:
+    model = random_model(CASES["falcon h1"])
+    tensors = load_file(save(model, tmp_path) / "model.safetensors")
+    save_file({name.removeprefix("model."): tensor for name, tensor in tensors.items()}, tmp_path / "model.safetensors")
+    assert difference(logits_of(worker_for(tmp_path), prompts(512)), expected_logits(model, prompts(512))) < 1e-4
+
+
+def test_factors_are_applied_inside_of_a_model_that_sees(tmp_path: Path) -> None:
+    sees = {"model_type": "qwen2_5_vl", "depth": 1, "hidden_size": 32, "num_heads": 2, "intermediate_size": 40,
+            "out_hidden_size": 48, "patch_size": 4}  # fmt: skip
+    text: Any = CASES["hyperclova x"].to_dict()
+    config = HyperCLOVAXVisionV2Config(text_config=text, vision_config=sees, image_token_id=512, video_token_id=511)
+    model = random_model(config, auto=AutoModelForImageTextToText)
+    assert text["residual_multiplier"] != 1
+    assert difference(logits_of(worker_for(save(model, tmp_path)), prompts(500)), expected_logits(model, prompts(500))) < 1e-4
 
 
 def test_a_config_without_factors_is_read_as_it_is(tmp_path: Path) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -40,6 +41,7 @@ from transformers import (
 from engines import SMALL, add_shape, random_model, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.mixer_spec import AttentionSpec
 from test_models import CASES as TEXTS
 from test_models import DELTA, DIVISORS, GEMMA_3N, LFM2_LAYERS, ORIGINAL, prompts
 from test_quant_engine import difference, expected_logits, logits_of
@@ -632,6 +634,23 @@ def test_a_file_may_say_which_layers_have_a_window(kind: Any, tmp_path: Path) ->
     assert [block.mixer.window for block in worker.spec.blocks] == wanted
 
 
+@pytest.mark.parametrize("keys", [{}, {"rope.scaling.type": "yarn", "rope.scaling.factor": 4.0}], ids=["plain", "yarn"])
+def test_layers_with_a_window_may_have_a_base_of_their_own(keys: dict[str, Any], tmp_path: Path) -> None:
+    """llama.cpp's `load_hparams` reads it for Gemma 2, too. A scaling is of all layers."""
+    _, config, add = CASES["gemma2"]
+    base = write(tmp_path / "m.gguf", "gemma2", random_model(config), add)
+
+    def attentions(**more: Any) -> list[AttentionSpec]:
+        said = {f"gemma2.{key}": value for key, value in (keys | more).items()}
+        return worker_for(written_anew(base, tmp_path / "changed.gguf", said)).spec.attentions
+
+    before, after = attentions(), attentions(**{"rope.freq_base_swa": 333.0})
+    assert {each.window for each in after} == {20, None}
+    for old, new in zip(before, after, strict=True):
+        assert old.rope is not None
+        assert new == (old if old.window is None else replace(old, rope=replace(old.rope, theta=333.0)))
+
+
 def test_a_list_of_windows_has_an_entry_a_layer(tmp_path: Path) -> None:
     def pattern(writer: Writer, config: Any) -> None:
         gemma2(writer, config)
@@ -703,6 +722,7 @@ REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "a sigmoid": ("llama", {**EXPERTS, "expert_gating_func": 2}, "not weighed by a softmax"),
     "layers that see": ("granite", {"deepstack_mapping": [-1, 0, 1]}, "layers of a Granite that see"),
     "groups of experts": ("llama", {**EXPERTS, "expert_group_count": 2}, "chosen by groups"),
+    "heads that grow": ("llama", {"rope.scaling.attn_factor": 0.5}, "rope.scaling.attn_factor 0.5"),
 }
 
 

@@ -286,10 +286,9 @@ def spec_from_gguf(
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     rope = rope_from_gguf(read, key, head_dim, max_position, family.interleaved_gguf, values)
-    local = rope
-    if family.local_theta is not None:
-        theta = read.number(key("rope.freq_base_swa"), family.local_theta)
-        local = RopeSpec(dim=rope.dim, theta=theta, interleaved=rope.interleaved, original_len=rope.original_len)
+    local = replace(rope, theta=read.number(key("rope.freq_base_swa"), family.local_theta or rope.theta))
+    if family.local_theta is not None:  # whose scaling is of layers without a window
+        local = RopeSpec(dim=rope.dim, theta=local.theta, interleaved=rope.interleaved, original_len=rope.original_len)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -129,6 +129,8 @@ def rope_from_gguf(
         if read.has(key("rope.scaling.attn_factor")):
             spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
         return spec
+    if (grown := read.number(key("rope.scaling.attn_factor"), 1.0)) != 1:
+        raise UnsupportedError(f"rope.scaling.attn_factor {grown:g} in GGUF without longrope's factors", ANOTHER)
     kind = read.text(key("rope.scaling.type"), "linear")  # as llama.cpp has it where files say a factor alone
     factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
     is_scaled = kind != "none" and factor != 1.0

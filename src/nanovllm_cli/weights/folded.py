@@ -8,23 +8,27 @@ from collections.abc import Mapping
 
 import torch
 
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import Sections
-from nanovllm_cli.models.registry import HF_ARCHITECTURES
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, as_bytes
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.tensor_names import names_of
 
 
 def folded(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where there are none. UnsupportedError where its weights are quantized."""
     if checkpoint.format != "hf":
         return checkpoint
-    named = checkpoint.config.get("architectures")
-    family = HF_ARCHITECTURES.get(named[0]) if isinstance(named, list) and named and isinstance(named[0], str) else None
-    if family is None or family.folding is None:
+    try:
+        family, config = hf_family(checkpoint.config), text_config(checkpoint.config)
+    except NanovllmError:  # what reads the model tells of it
         return checkpoint
-    read = ConfigReader({**family.defaults, **checkpoint.config}, "config.json")
+    if family.folding is None:
+        return checkpoint
+    read = ConfigReader({**family.defaults, **config}, "config.json")
     sections = {name: rows for name, rows in family.folding.sections(read).items() if any(factor != 1 for _, factor in rows)}
     if not sections:
         return checkpoint
@@ -33,12 +37,14 @@ def folded(checkpoint: Checkpoint) -> Checkpoint:
             f"{checkpoint.path}: quantized weights that its config has factors of",
             "take the unquantized model, or a GGUF file of it",
         )
-    names = family.names("hf")
+    names = names_of(checkpoint)
     patterns = {re.escape(names[ours]).replace(r"\{i\}", r"\d{1,6}"): rows for ours, rows in sections.items()}
     found = {
         name: rows for name in checkpoint.names() for pattern, rows in patterns.items() if re.fullmatch(pattern, name)
     }
-    return _Folded(checkpoint, found, family.folding.without(checkpoint.config))
+    without = family.folding.without(config)
+    whole = without if config is checkpoint.config else {**checkpoint.config, "text_config": without}
+    return _Folded(checkpoint, found, whole)
 
 
 class _Folded(CheckpointView):
