@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from nanovllm_cli.client.events import StreamError, error_text
+from nanovllm_cli.client.events import EventReader, StreamError, error_text
 from nanovllm_cli.client.wire import AnswerStream, Delta, Timings, TokenLogprob, chat_body, text_body
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UsageError
@@ -119,6 +119,38 @@ def test_a_chunk_without_a_choice_is_passed_over(chunk: dict[str, Any]) -> None:
 )  # fmt: skip
 def test_what_has_no_meaning_is_missing(choice: dict[str, Any]) -> None:
     assert delta_of(**choice) == Delta(0, "", "", None, None, None, None)
+
+
+def test_parts_of_what_is_said_are_joined() -> None:
+    """Mistral's servers stream them where a model reasons."""
+    thinking = {"type": "thinking", "thinking": [{"type": "text", "text": "well"}, {"type": "text", "text": ", well"}, 3, "no"]}
+    said = [thinking, {"type": "text", "text": "4"}, {"type": "text", "text": "2"}, {"type": "image_url"}, None, 7]
+    delta = delta_of(index=0, delta={"content": said})
+    assert (delta.reasoning, delta.content) == ("well, well", "42")
+    for odd in ([], [[]], [{"type": "thinking", "thinking": "no"}], [{"text": 3}]):
+        delta = delta_of(index=0, delta={"content": odd})
+        assert (delta.reasoning, delta.content) == ("", "")
+
+
+@pytest.mark.parametrize(
+    ("event", "told"),
+    [
+        ('event: error\ndata: {"message": "out of memory", "code": 500}\n\n', "the server failed: out of memory"),
+        ("event: error\ndata: out of memory\n\n", "the server failed: out of memory"),
+        ('event:error\ndata: {"error": {"message": "no"}}\n\n', "the server failed: no"),
+        ("event: error\ndata: {}\n\n", "the server failed: nothing more"),
+        ('event: error\ndata: {"message": "n", "code": 400}\n\n', "the server refuses the request: n"),
+        ('data: {"choices": []}\nevent: error\n\n', "the server failed: "),
+    ],
+)
+def test_an_event_that_calls_itself_an_error_is_one(event: str, told: str) -> None:
+    """Whatever is in it, and however it is cut; the next one is none."""
+    reader = EventReader()
+    (data,) = [found for each in event.encode() for found in reader.feed(bytes([each]))]
+    with pytest.raises(StreamError, match=told):
+        AnswerStream().read(data)
+    assert reader.feed(b"data: {}\n\n") == ["{}"]
+    assert reader.feed(b"event: error\n\ndata: {}\n\nevent: errors\ndata: {}\n\n") == ["{}", "{}"]
 
 
 def test_half_a_surrogate_pair_is_a_question_mark() -> None:

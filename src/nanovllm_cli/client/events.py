@@ -21,13 +21,15 @@ class StreamRefusal(StreamError):
 
 
 class EventReader:
-    """Bytes in, the data of whole events out. Comments and fields other than `data` are passed over."""
+    """Bytes in, the data of whole events out. Comments and fields other than `data` are passed over, but for the name of an event
+    that is an error: some servers say so there alone, and its data comes out as an error object then."""
 
     def __init__(self, max_event_bytes: int = MAX_EVENT_BYTES) -> None:
         self._max = max_event_bytes
         self._line = bytearray()
         self._data: list[bytes] = []
         self._data_bytes = 0
+        self._is_error = False
         self._after_return = False  # the last byte was \r: a \n right behind it belongs to it
         self._at_start = True
 
@@ -56,13 +58,26 @@ class EventReader:
             line = line.removeprefix(b"\xef\xbb\xbf")
             self._at_start = False
         if not line:
-            data, self._data, self._data_bytes = self._data, [], 0
-            return b"\n".join(data).decode("utf-8", "replace") if data else None
+            data, is_error = b"\n".join(self._data).decode("utf-8", "replace") if self._data else None, self._is_error
+            self._data, self._data_bytes, self._is_error = [], 0, False
+            return _as_error(data) if is_error and data is not None else data
         field, _, value = line.partition(b":")
+        value = value.removeprefix(b" ")
         if field == b"data":
-            self._data.append(value.removeprefix(b" "))
+            self._data.append(value)
             self._data_bytes += len(value)
+        elif field == b"event":
+            self._is_error = value == b"error"
         return None
+
+
+def _as_error(data: str) -> str:
+    """The same in an object whose "error" it is, if it has none."""
+    try:
+        found = json.loads(data)
+    except (ValueError, RecursionError):
+        found = data
+    return data if isinstance(found, dict) and found.get("error") else json.dumps({"error": found or "nothing more"})
 
 
 def error_text(body: Any) -> str:

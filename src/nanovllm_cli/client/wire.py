@@ -208,8 +208,9 @@ def _delta(choice: dict[str, Any]) -> Delta:
     delta = choice.get("delta")
     if not isinstance(delta, dict):
         delta = {"content": choice.get("text")}
-    reasoning = next((text for name in _REASONING if (text := _text(delta.get(name)))), "")
-    content = _text(delta.get("content")) or _text(delta.get("refusal"))
+    thought, said = _parts(delta.get("content"))
+    reasoning = next((text for name in _REASONING if (text := _text(delta.get(name)))), thought)
+    content = said or _text(delta.get("refusal"))
     reason, stop = choice.get("finish_reason"), choice.get("stop_reason")
     ids = choice.get("token_ids")
     known = isinstance(ids, list) and all(token_count(each) is not None for each in ids)
@@ -223,6 +224,16 @@ def _delta(choice: dict[str, Any]) -> Delta:
         _text(stop) if isinstance(stop, str) else stop if isinstance(stop, int) else None,
         token_count(choice.get("completion_tokens")),
     )
+
+
+def _parts(content: Any) -> tuple[str, str]:
+    """Reasoning and text of what is said: a text, or Mistral's list of parts, where reasoning is one of parts itself."""
+    if not isinstance(content, list):
+        return "", _text(content)
+    parts = [part for part in content if isinstance(part, dict)]
+    thoughts = (part["thinking"] for part in parts if part.get("type") == "thinking" and isinstance(part.get("thinking"), list))
+    thought = "".join(_text(each.get("text")) for inner in thoughts for each in inner if isinstance(each, dict))
+    return thought, "".join(_text(part.get("text")) for part in parts)
 
 
 def _logprobs(value: Any) -> list[TokenLogprob] | None:

@@ -106,7 +106,7 @@ class ServeSettings:
     @property
     def is_private(self) -> bool:
         """Whether only this machine can reach it."""
-        if self.unix_socket is not None or self.host == "localhost":
+        if self.unix_socket is not None or self.host.lower() == "localhost":
             return True
         try:
             return ipaddress.ip_address(self.host).is_loopback
