@@ -390,6 +390,7 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     ("gemma3", {}, {"do_normalize": False}),
     ("qwen2", {}, {"do_resize": False}),
     ("qwen2", {}, {"do_rescale": False}),
+    *[("qwen2", {}, {key: None}) for key in ("do_resize", "do_rescale", "do_normalize")],  # to transformers that is false
     ("mistral3", {"vision_config": {"model_type": "siglip_vision_model"}}, {}),
     ("mistral3", {"vision_feature_layer": -2}, {}),
     ("mistral3", {"vision_feature_layer": [-1, -2]}, {}),
