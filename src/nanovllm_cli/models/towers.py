@@ -171,13 +171,24 @@ def _pixtral(
         dealt=True,
         pre_norm=True,
     )
-    longest = images.section("size").integer("longest_edge", vision.integer("image_size", 1540))
+    longest = _longest(images.section("size"), vision.integer("image_size", 1540))
     if not tower.cell <= longest <= MAX_SIDE:
         raise CheckpointError(
             f"{images.where}: 'longest_edge' must be from {tower.cell} to {MAX_SIDE} pixels, not {longest}", BROKEN
         )
     rule = SizeRule("longest", tower.cell, longest_side=longest, resample=resample_of(images, 3))
     return VisionSpec(tower, rule, tokens, *colours_of(images, CLIP))
+
+
+def _longest(size: ConfigReader, usual: int) -> int:
+    """Side that no image is longer than; a square that it must lie in bounds it alike."""
+    if size.has("longest_edge") or not (size.has("height") or size.has("width")):
+        return size.integer("longest_edge", usual)
+    height, width = size.integer("height"), size.integer("width")
+    if height != width:
+        told = f"{size.where}: images in a frame of {height} x {width} pixels are not supported"
+        raise UnsupportedError(told, "known: longest_edge, or a square")
+    return height
 
 
 GEMMA3_NAMES = weights_and_biases(SIGLIP_NAMES | {"projector.norm": "multi_modal_projector.mm_soft_emb_norm"}) | {
