@@ -182,6 +182,8 @@ def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
     (SMOLVLM | {"vision_config": {"model_type": "siglip_vision_model"}}, {}),
     (SMOLVLM, {"do_resize": False}),
     (SMOLVLM, {"resample": 0}),
+    (SMOLVLM, {"size": {"height": 1024, "width": 1024}}),
+    (SMOLVLM, {"max_image_size": {"height": 512, "width": 512}}),
     (LFM2_VL | {"projector_bias": False}, {}),
     (LFM2_VL | {"projector_hidden_act": "silu"}, {}),
     (LFM2_VL | {"vision_feature_layer": -2}, {}),

@@ -58,6 +58,10 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         positions=(side // patch) ** 2,
         **siglip_shape(config, vision, 1152, 16),
     )
+    for key in ("size", "max_image_size"):
+        size = images.section(key)
+        if not size.has("longest_edge") and (size.has("height") or size.has("width")):
+            raise UnsupportedError(f"{images.where}: a {key!r} without longest_edge is not supported", ANOTHER)
     tile = images.section("max_image_size").integer("longest_edge", side)
     longest = images.section("size").integer("longest_edge", 4 * tile)
     if tile != side:
