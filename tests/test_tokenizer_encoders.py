@@ -506,3 +506,23 @@ def test_letters_that_are_neither_large_nor_small_are_refused(tmp_path: Path) ->
     path.write_text(json.dumps(json.loads(path.read_text()) | {"do_lower_case": "some"}))
     with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
         Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_transformers_may_lower_a_text_before(kind: str, tmp_path: Path) -> None:
+    theirs = made(kind, tmp_path / "there")
+    path = tmp_path / "there" / "sentence_bert_config.json"
+    path.write_text(json.dumps({"max_seq_length": 128, "do_lower_case": True}))
+    ours = Tokenizer.from_folder(tmp_path / "there")
+    for text in (each for each in TEXTS if "[" not in each):  # control tokens keep their letters
+        assert ours.encode(text) == theirs(text.lower())["input_ids"], text
+    path.write_text(json.dumps({"do_lower_case": "yes"}))
+    with pytest.raises(CheckpointError, match="sentence_bert_config"):
+        Tokenizer.from_folder(tmp_path / "there")
+
+
+def test_a_vocabulary_that_reads_lower_case_has_no_equal_in_gguf(tmp_path: Path) -> None:
+    made("cased bert", tmp_path / "there")
+    (tmp_path / "there" / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(UnsupportedError, match="no place in GGUF"):
+        gguf_vocabulary(tmp_path / "there", 800)

@@ -53,6 +53,7 @@ def load_folder(folder: Path) -> TokenizerParts:
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
     _surround(parts, config)
+    _lower(backend, _read_object(folder / "sentence_bert_config.json"))
     parts.chat_templates = _templates(folder, config) or parts.chat_templates
     return parts
 
@@ -135,6 +136,15 @@ def _set_letters(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     for key, name in _LETTERS.items():
         if key in config and (config[key] is not None or key == "strip_accents"):  # whose null is what do_lower_case says
             setattr(normalizer, name, config[key])
+
+
+def _lower(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Texts are made lower case before anything else where sentence-transformers does that."""
+    if not isinstance(said := config.get("do_lower_case") or False, bool):
+        raise CheckpointError(f"sentence_bert_config.json: 'do_lower_case' must be true or false, not {str(said)[:40]}")
+    own = backend.normalizer
+    if said and not (isinstance(own, normalizers.BertNormalizer) and own.lowercase):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])  # type: ignore[assignment]
 
 
 def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
