@@ -144,7 +144,7 @@ def _lower(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
         raise CheckpointError(f"sentence_bert_config.json: 'do_lower_case' must be true or false, not {str(said)[:40]}")
     own = backend.normalizer
     if said and not (isinstance(own, normalizers.BertNormalizer) and own.lowercase):
-        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])  # type: ignore[assignment]
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
