@@ -138,6 +138,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
     "GlmOcr": ("text_config", {"hidden_size": 1536}),
     "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),
     "Idefics3": ("vision_config", {"image_size": 256}),
+    "LightOn": ("vision_config", {"hidden_act": "gelu"}),  # of a part that does not say it, and not of one that is not there
     "SmolVLM": ("vision_config", {"image_size": 256}),
     "Qwen2Audio": ("audio_config", {}),
     "Qwen": ("text_config", {"hidden_size": 3584}),
