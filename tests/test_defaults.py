@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig, ModernBertConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -19,7 +20,7 @@ from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears import EARS
 from nanovllm_cli.models.families import spec_from_hf, text_config
-from nanovllm_cli.models.registry import HF_ARCHITECTURES, may_be_tied
+from nanovllm_cli.models.registry import HF_ARCHITECTURES, hf_family, may_be_tied
 from nanovllm_cli.models.towers import TOWERS
 
 OTHER_NAMES = {
@@ -190,6 +191,18 @@ def test_a_head_is_the_embedding_where_transformers_has_it_so(architecture: str)
         ours = ours or may_be_tied(given | {"architectures": [architecture]})
         unsaid_in_part = whole_says is False and part_says is None  # what transformers takes for granted there overrules it
         assert ours is bool(theirs) or (ours and part_says) or unsaid_in_part, (whole_says, part_says)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "ModernBertModel"])
+def test_a_ropes_section_that_says_no_base_has_that_of_its_layers(architecture: str, kind: str) -> None:
+    config = {"Gemma3ForCausalLM": Gemma3TextConfig, "ModernBertModel": ModernBertConfig}[architecture]
+    whole = config().to_dict() | {"architectures": [architecture]}
+    family = hf_family(whole)
+    ropes = copy.deepcopy(whole["rope_parameters"])
+    assert config(rope_parameters=copy.deepcopy(ropes) | {kind: {"rope_type": "default"}}).rope_parameters == ropes
+    ropes[kind].pop("rope_theta")
+    assert spec_from_hf(whole | {"rope_parameters": ropes}, family) == spec_from_hf(whole, family)
 
 
 def test_there_are_many() -> None:
