@@ -193,6 +193,18 @@ def test_a_head_is_the_embedding_where_transformers_has_it_so(architecture: str)
         assert ours is bool(theirs) or (ours and part_says) or unsaid_in_part, (whole_says, part_says)
 
 
+@pytest.mark.parametrize("name", ["bert", "distilbert", "eurobert", "modernbert", "mpnet", "nomic_bert", "roberta"])
+def test_nor_does_it_change_an_encoder(name: str) -> None:
+    written = CONFIG_MAPPING[name]()
+    architecture = f"{type(written).__name__.removesuffix('Config')}Model"
+    whole = written.to_dict() | {"architectures": [architecture]}
+    family = hf_family(whole)
+    expected = spec_from_hf(whole, family)
+    for key in whole.keys() - {"architectures"}:
+        with suppress(CheckpointError):
+            assert spec_from_hf({name: value for name, value in whole.items() if name != key}, family) == expected, key
+
+
 @pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
 @pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "ModernBertModel"])
 def test_a_ropes_section_that_says_no_base_has_that_of_its_layers(architecture: str, kind: str) -> None:

@@ -37,7 +37,7 @@ _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max
 
 LLAMA = Family("llama", interleaved_gguf=True)
 LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True)
-EUROBERT = Family("eurobert", both_ways=True)
+EUROBERT = Family("eurobert", both_ways=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 8192})
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window",
