@@ -9,6 +9,7 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
+from transformers import Gemma3TextConfig, ModernBertConfig
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -19,7 +20,7 @@ from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears import EARS
 from nanovllm_cli.models.families import spec_from_hf, text_config
-from nanovllm_cli.models.registry import HF_ARCHITECTURES, may_be_tied
+from nanovllm_cli.models.registry import HF_ARCHITECTURES, hf_family, may_be_tied
 from nanovllm_cli.models.towers import TOWERS
 
 OTHER_NAMES = {
@@ -138,6 +139,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
     "GlmOcr": ("text_config", {"hidden_size": 1536}),
     "Gemma3": ("vision_config", {"image_size": 896, "patch_size": 14}),
     "Idefics3": ("vision_config", {"image_size": 256}),
+    "LightOn": ("vision_config", {"hidden_act": "gelu"}),  # of a part that does not say it, and not of one that is not there
     "SmolVLM": ("vision_config", {"image_size": 256}),
     "Qwen2Audio": ("audio_config", {}),
     "Qwen": ("text_config", {"hidden_size": 3584}),
@@ -189,6 +191,30 @@ def test_a_head_is_the_embedding_where_transformers_has_it_so(architecture: str)
         ours = ours or may_be_tied(given | {"architectures": [architecture]})
         unsaid_in_part = whole_says is False and part_says is None  # what transformers takes for granted there overrules it
         assert ours is bool(theirs) or (ours and part_says) or unsaid_in_part, (whole_says, part_says)
+
+
+@pytest.mark.parametrize("name", ["bert", "distilbert", "eurobert", "modernbert", "mpnet", "nomic_bert", "roberta"])
+def test_nor_does_it_change_an_encoder(name: str) -> None:
+    written = CONFIG_MAPPING[name]()
+    architecture = f"{type(written).__name__.removesuffix('Config')}Model"
+    whole = written.to_dict() | {"architectures": [architecture]}
+    family = hf_family(whole)
+    expected = spec_from_hf(whole, family)
+    for key in whole.keys() - {"architectures"}:
+        with suppress(CheckpointError):
+            assert spec_from_hf({name: value for name, value in whole.items() if name != key}, family) == expected, key
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+@pytest.mark.parametrize("architecture", ["Gemma3ForCausalLM", "ModernBertModel"])
+def test_a_ropes_section_that_says_no_base_has_that_of_its_layers(architecture: str, kind: str) -> None:
+    config = {"Gemma3ForCausalLM": Gemma3TextConfig, "ModernBertModel": ModernBertConfig}[architecture]
+    whole = config().to_dict() | {"architectures": [architecture]}
+    family = hf_family(whole)
+    ropes = copy.deepcopy(whole["rope_parameters"])
+    assert config(rope_parameters=copy.deepcopy(ropes) | {kind: {"rope_type": "default"}}).rope_parameters == ropes
+    ropes[kind].pop("rope_theta")
+    assert spec_from_hf(whole | {"rope_parameters": ropes}, family) == spec_from_hf(whole, family)
 
 
 def test_there_are_many() -> None:

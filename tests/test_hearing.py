@@ -232,6 +232,9 @@ BROKEN = {
     "a scale": ("qwen2-audio", {"scale_embedding": True}, {}, UnsupportedError, "scale_embedding"),
     "a rate": ("qwen2-audio", {}, {"sampling_rate": 8000}, UnsupportedError, "sampling_rate 8000"),
     "other bands": ("qwen2-audio", {}, {"feature_size": 80}, UnsupportedError, "feature_size 80"),
+    "noise": ("qwen3-asr", {}, {"dither": 1e-5}, UnsupportedError, "dither 1e-05"),
+    "no silence": ("voxtral", {}, {"padding_value": -1}, UnsupportedError, "padding_value -1"),
+    "a late beginning": ("voxtral", {}, {"padding_side": "left"}, UnsupportedError, "padding_side 'left'"),
     "normalized": ("qwen2-audio", {}, {"do_normalize": True}, UnsupportedError, "do_normalize"),
 }  # fmt: skip
 

@@ -165,8 +165,9 @@ def test_published_models_see() -> None:
     assert lfm2.size == GRID
     assert (lfm2.tower.projector_size, lfm2.tower.projector_eps, lfm2.tower.stretch) == (2560, 1e-5, "areas")
     assert read(LFM2_VL | {"projector_use_layernorm": False}).tower.projector_eps == 0
-    assert read(SMOLVLM, SMOLVLM_IMAGES | {"do_image_splitting": False}).size.most_tiles == 1
-    assert read(LFM2_VL, {"do_image_splitting": False}).size.most_tiles == 0
+    for no in (False, None):  # the same to transformers
+        assert read(SMOLVLM, SMOLVLM_IMAGES | {"do_image_splitting": no}).size.most_tiles == 1
+        assert read(LFM2_VL, {"do_image_splitting": no}).size.most_tiles == 0
 
 
 def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
@@ -181,6 +182,8 @@ def test_an_image_that_is_not_to_be_cut_is_one_piece() -> None:
     (SMOLVLM | {"vision_config": {"model_type": "siglip_vision_model"}}, {}),
     (SMOLVLM, {"do_resize": False}),
     (SMOLVLM, {"resample": 0}),
+    (SMOLVLM, {"size": {"height": 1024, "width": 1024}}),
+    (SMOLVLM, {"max_image_size": {"height": 512, "width": 512}}),
     (LFM2_VL | {"projector_bias": False}, {}),
     (LFM2_VL | {"projector_hidden_act": "silu"}, {}),
     (LFM2_VL | {"vision_feature_layer": -2}, {}),

@@ -393,10 +393,8 @@ def test_texts_that_are_parted_as_gguf_has_no_word_for_are_told(tmp_path: Path) 
 
 def test_chinese_that_is_not_cut_has_no_equal_in_gguf(tmp_path: Path) -> None:
     made("bert", tmp_path / "there")
-    path = tmp_path / "there" / "tokenizer.json"
-    state = json.loads(path.read_text())
-    state["normalizer"]["handle_chinese_chars"] = False
-    path.write_text(json.dumps(state))
+    path = tmp_path / "there" / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"tokenize_chinese_chars": False}))
     with pytest.raises(UnsupportedError, match="other tokens"):
         gguf_vocabulary(tmp_path / "there", 800)
 
@@ -486,3 +484,45 @@ def test_rules_that_pass_never_panic_in_a_text(rules: bytes) -> None:
         passed += 1
         normalizers.Precompiled(bytes(data)).normalize_str(texts)
     assert 100 < passed < 2900
+
+
+@pytest.mark.parametrize("said", [
+    {"do_lower_case": False}, {"strip_accents": False}, {"tokenize_chinese_chars": False}, {"do_lower_case": None},
+    {"do_lower_case": False, "strip_accents": True}, {"do_lower_case": False, "tokenizer_class": "PreTrainedTokenizerFast"},
+])  # fmt: skip
+def test_letters_are_as_the_config_says_and_not_as_the_tokenizer_was_saved(said: dict[str, Any], tmp_path: Path) -> None:
+    theirs = bert(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | said))
+    theirs = theirs if None in said.values() else AutoTokenizer.from_pretrained(tmp_path)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in TEXTS:
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+
+
+def test_letters_that_are_neither_large_nor_small_are_refused(tmp_path: Path) -> None:
+    bert(tmp_path)
+    path = tmp_path / "tokenizer_config.json"
+    path.write_text(json.dumps(json.loads(path.read_text()) | {"do_lower_case": "some"}))
+    with pytest.raises(CheckpointError, match=r"tokenizer\.json"):
+        Tokenizer.from_folder(tmp_path)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_sentence_transformers_may_lower_a_text_before(kind: str, tmp_path: Path) -> None:
+    theirs = made(kind, tmp_path / "there")
+    path = tmp_path / "there" / "sentence_bert_config.json"
+    path.write_text(json.dumps({"max_seq_length": 128, "do_lower_case": True}))
+    ours = Tokenizer.from_folder(tmp_path / "there")
+    for text in (each for each in TEXTS if "[" not in each):  # control tokens keep their letters
+        assert ours.encode(text) == theirs(text.lower())["input_ids"], text
+    path.write_text(json.dumps({"do_lower_case": "yes"}))
+    with pytest.raises(CheckpointError, match="sentence_bert_config"):
+        Tokenizer.from_folder(tmp_path / "there")
+
+
+def test_a_vocabulary_that_reads_lower_case_has_no_equal_in_gguf(tmp_path: Path) -> None:
+    made("cased bert", tmp_path / "there")
+    (tmp_path / "there" / "sentence_bert_config.json").write_text('{"do_lower_case": true}')
+    with pytest.raises(UnsupportedError, match="no place in GGUF"):
+        gguf_vocabulary(tmp_path / "there", 800)

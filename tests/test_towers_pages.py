@@ -13,7 +13,7 @@ import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForImageTextToText
+from transformers import AutoModelForImageTextToText, PixtralVisionConfig
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as of_glm
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as of_paddle
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
@@ -72,6 +72,9 @@ def test_a_lighton_ocr_as_published() -> None:
     assert (tower.out_size, tower.eps, tower.projector_eps, tower.cell) == (1024, 1e-5, 1e-6, 28)
     assert (spec.tokens.marker, spec.tokens.token, spec.tokens.line_end) == ("<|image_pad|>", "<|image_pad|>", "")
     assert (spec.has_grid, spec.whole) == (False, False)
+    silent = {key: value for key, value in LIGHTON_OCR["vision_config"].items() if key != "hidden_act"}
+    assert tower.activation == "silu"
+    assert spec_of(LIGHTON_OCR | {"vision_config": silent}).tower.activation == PixtralVisionConfig().hidden_act == "gelu"
     a4 = fitted(spec.size, 1540, 1089)
     assert a4.whole == (1540, 1092)
     assert np.prod(a4.whole) // 28**2 == 55 * 39

@@ -364,6 +364,13 @@ def test_broken_settings_of_images_are_refused(name: str, images: Any, tmp_path:
         read(write(tmp_path, CONFIGS[name], images))
 
 
+@pytest.mark.parametrize(("size", "side"), [({"height": 770, "width": 770}, 770), ({"height": 5, "longest_edge": 700}, 700)])
+def test_a_square_bounds_an_image_as_its_longest_side_does(size: dict[str, int], side: int, tmp_path: Path) -> None:
+    spec = read(write(tmp_path, PIXTRAL, {"size": size}))
+    assert spec is not None
+    assert spec.size.longest_side == side
+
+
 @pytest.mark.parametrize("whole", [{"image_processor": 5}, {"image_processor": {"image_mean": [1]}}, [], None])
 def test_broken_settings_in_the_other_file_are_refused(whole: Any, tmp_path: Path) -> None:
     write(tmp_path, GEMMA3_4B)
@@ -390,6 +397,8 @@ def test_a_file_that_is_no_json_is_refused(tmp_path: Path) -> None:
     ("gemma3", {}, {"do_normalize": False}),
     ("qwen2", {}, {"do_resize": False}),
     ("qwen2", {}, {"do_rescale": False}),
+    *[("qwen2", {}, {key: None}) for key in ("do_resize", "do_rescale", "do_normalize")],  # to transformers that is false
+    ("mistral3", {}, {"size": {"height": 1540, "width": 770}}),
     ("mistral3", {"vision_config": {"model_type": "siglip_vision_model"}}, {}),
     ("mistral3", {"vision_feature_layer": -2}, {}),
     ("mistral3", {"vision_feature_layer": [-1, -2]}, {}),

@@ -53,6 +53,10 @@ class ConfigReader:
             raise self._bad(key, "true or false", value)
         return value
 
+    def does(self, key: str, default: bool) -> bool:
+        """A flag of an image processor's settings: to transformers null is false there, and not the default."""
+        return self.values.get(key, default) is not None and self.flag(key, default)
+
     def text(self, key: str, default: Any = _MISSING) -> str:
         value = self._get(key, default)
         if not isinstance(value, str):

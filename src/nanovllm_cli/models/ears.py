@@ -177,6 +177,11 @@ def _check_settings(sounds: ConfigReader, tower: EarSpec) -> None:
     for key, made in known.items():
         if (said := sounds.integer(key, made)) != made:
             raise UnsupportedError(f"{sounds.where}: {key} {said} is not supported", f"known: {made}")
+    for key in ("dither", "padding_value"):
+        if number := sounds.number(key, 0.0, positive=False):
+            raise UnsupportedError(f"{sounds.where}: {key} {number:g} is not supported", "known: 0")
+    if (side := sounds.text("padding_side", "right")) != "right":
+        raise UnsupportedError(f"{sounds.where}: padding_side {side[:40]!r} is not supported", "known: right")
     if sounds.flag("do_normalize", False):
         raise UnsupportedError(f"{sounds.where}: do_normalize true is not supported", ANOTHER)
 

@@ -37,7 +37,7 @@ _QWEN_DEFAULTS = {"max_position_embeddings": 32768, "sliding_window": 4096, "max
 
 LLAMA = Family("llama", interleaved_gguf=True)
 LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", both_ways=True)
-EUROBERT = Family("eurobert", both_ways=True)
+EUROBERT = Family("eurobert", both_ways=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 8192})
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
 QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window",
@@ -228,18 +228,20 @@ def _ropes_from_hf(
 ) -> dict[str, RopeSpec]:
     """Of each kind of layer; FULL is always there. "rope_parameters" may have a section for each kind."""
     sections = read.values.get("rope_parameters")
+    local = None if family.local_theta is None else read.number("rope_local_base_freq", family.local_theta)
     if isinstance(sections, Mapping) and {FULL, SLIDING} & sections.keys():
         readers = {}
         for kind in {FULL, *kinds}:
             if not isinstance(sections.get(kind), Mapping):
                 raise CheckpointError(f"config.json: 'rope_parameters' says nothing of {kind}", BROKEN)
-            readers[kind] = ConfigReader({**read.values, "rope_parameters": sections[kind]}, f"{read.where}: {kind}")
+            own = {**read.values, "rope_parameters": sections[kind]}
+            own |= {} if kind != SLIDING or local is None else {"rope_theta": local}  # of a section that says nothing
+            readers[kind] = ConfigReader(own, f"{read.where}: {kind}")
         found = {kind: rope_from_hf(reader, head_dim, max_position) for kind, reader in readers.items()}
     else:
         found = dict.fromkeys((FULL, SLIDING), rope_from_hf(read, head_dim, max_position))
-        if family.local_theta is not None:
-            theta = read.number("rope_local_base_freq", family.local_theta)
-            found[SLIDING] = RopeSpec(dim=found[FULL].dim, theta=theta, original_len=found[FULL].original_len)
+        if local is not None:
+            found[SLIDING] = RopeSpec(dim=found[FULL].dim, theta=local, original_len=found[FULL].original_len)
     return {kind: replace(rope, interleaved=family.interleaved) for kind, rope in found.items()}
 
 

@@ -249,7 +249,7 @@ def resample_of(
 ) -> Literal["bilinear", "bicubic", "lanczos"]:
     """And what else must be so in an image processor's settings. done: what it must do."""
     for key in done:
-        if not images.flag(key, True):
+        if not images.does(key, True):
             raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
     if abs(images.number("rescale_factor", 1 / 255) * 255 - 1) > 1e-3:
         raise UnsupportedError(f"{images.where}: a rescale_factor other than 1/255 is not supported", ANOTHER)

@@ -121,11 +121,11 @@ def _gemma3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 def _lighton_ocr(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """A Mistral 3's tower in front of a Qwen3. Sides are rounded up to whole tokens, as llama.cpp has it; transformers rounds
     them to patches, and what is left of a token at the edge is not read."""
-    return _pixtral(config, images, _LIGHTON_TOKENS, "silu")
+    return _pixtral(config, images, _LIGHTON_TOKENS)
 
 
 def _mistral3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
-    return _pixtral(config, images, _MISTRAL_TOKENS, "gelu")
+    return _pixtral(config, images, _MISTRAL_TOKENS)
 
 
 def _pixtral_12b(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -134,13 +134,11 @@ def _pixtral_12b(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     usual = {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"}
     config = ConfigReader({**usual, **config.values}, config.where)
     check_only(config, vision_feature_select_strategy="full")
-    return _pixtral(config, images, _MISTRAL_TOKENS, "gelu", joins=False)
+    return _pixtral(config, images, _MISTRAL_TOKENS, joins=False)
 
 
-def _pixtral(
-    config: ConfigReader, images: ConfigReader, tokens: ImageTokens, activation: str, *, joins: bool = True
-) -> VisionSpec:
-    """activation: of a config that says nothing. joins: cells of patches, into tokens."""
+def _pixtral(config: ConfigReader, images: ConfigReader, tokens: ImageTokens, *, joins: bool = True) -> VisionSpec:
+    """joins: cells of patches, into tokens."""
     vision = vision_section(config, "pixtral")
     hidden = vision.integer("hidden_size", 1024)
     check_only(config, projector_hidden_act="gelu", vision_feature_layer=-1)
@@ -161,7 +159,7 @@ def _pixtral(
         num_heads=heads_of(vision, "num_attention_heads", hidden, parts=4),
         intermediate_size=vision.integer("intermediate_size", 4096),
         out_size=text_width(config),
-        activation=activation_of(vision, activation),
+        activation=activation_of(vision, "gelu"),
         norm="rms",
         eps=1e-5,
         frames=0,
@@ -171,13 +169,24 @@ def _pixtral(
         dealt=True,
         pre_norm=True,
     )
-    longest = images.section("size").integer("longest_edge", vision.integer("image_size", 1540))
+    longest = _longest(images.section("size"), vision.integer("image_size", 1540))
     if not tower.cell <= longest <= MAX_SIDE:
         raise CheckpointError(
             f"{images.where}: 'longest_edge' must be from {tower.cell} to {MAX_SIDE} pixels, not {longest}", BROKEN
         )
     rule = SizeRule("longest", tower.cell, longest_side=longest, resample=resample_of(images, 3))
     return VisionSpec(tower, rule, tokens, *colours_of(images, CLIP))
+
+
+def _longest(size: ConfigReader, usual: int) -> int:
+    """Side that no image is longer than; a square that it must lie in bounds it alike."""
+    if size.has("longest_edge") or not (size.has("height") or size.has("width")):
+        return size.integer("longest_edge", usual)
+    height, width = size.integer("height"), size.integer("width")
+    if height != width:
+        told = f"{size.where}: images in a frame of {height} x {width} pixels are not supported"
+        raise UnsupportedError(told, "known: longest_edge, or a square")
+    return height
 
 
 GEMMA3_NAMES = weights_and_biases(SIGLIP_NAMES | {"projector.norm": "multi_modal_projector.mm_soft_emb_norm"}) | {

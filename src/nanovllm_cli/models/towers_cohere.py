@@ -71,7 +71,7 @@ def command_a_vision(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     tokens = side // tower.cell
     if (said := images.integer("patch_size", tokens)) != tokens:
         raise CheckpointError(f"{images.where}: 'patch_size' is {said} for pieces of {tokens} x {tokens} tokens", BROKEN)
-    if not images.flag("crop_to_patches", True):
+    if not images.does("crop_to_patches", True):
         rule = SizeRule("canvas", rule.multiple, resample=rule.resample, tile=side, least_tiles=1, most_tiles=1)
     return VisionSpec(tower, rule, _COMMAND_TOKENS, *colours_of(images, CLIP))
 

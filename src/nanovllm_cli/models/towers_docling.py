@@ -70,7 +70,7 @@ def docling(config: ConfigReader, images: ConfigReader) -> VisionSpec:
 def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     check_squares(images, side)
     least, most = images.integer("min_patches", 1), images.integer("max_patches", 32)
-    is_cut = images.flag("crop_to_patches", True) and most > 1
+    is_cut = images.does("crop_to_patches", True) and most > 1
     least, most = (least, most) if is_cut else (1, 1)
     dense = _dense(images, most) if is_cut else None
     tiles = most if dense is None else max(most, dense.tiles)

@@ -44,7 +44,7 @@ def llava(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         raise UnsupportedError(f"{images.where}: images that are filled up to squares (do_pad) are not supported", ANOTHER)
     said = images.values.get("size")
     by_shorter = tower.lead if not isinstance(said, dict) else said.get("shortest_edge") is not None
-    if by_shorter and not images.flag("do_center_crop", True):
+    if by_shorter and not images.does("do_center_crop", True):
         raise UnsupportedError(f"{images.where}: images of any shape (do_center_crop false) are not supported", ANOTHER)
     _check_side(images, side)
     if by_shorter:

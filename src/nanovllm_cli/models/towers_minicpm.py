@@ -75,7 +75,7 @@ def _minicpm(config: ConfigReader, images: ConfigReader, kind: str, mode: str) -
         projector_size=4 * shape["hidden_size"],
         **shape,
     )
-    before = _NUMBER if images.flag("use_image_id", True) else ""
+    before = _NUMBER if images.does("use_image_id", True) else ""
     tokens = ImageTokens(
         "<|image_pad|>", "<|image_pad|>", before=before, after="</image>", alone="<image>", whole="<image>", whole_first=True,
         piece="<slice>", piece_end="</slice>", pieces_end="\n",
@@ -97,7 +97,7 @@ def _rule(tower: TowerSpec, images: ConfigReader) -> SizeRule:
             f"{images.where}: {most} pieces of about {tile} x {tile} pixels, in tokens of {tower.cell} x {tower.cell}, are not "
             "believed", BROKEN,
         )  # fmt: skip
-    most = most if images.flag("slice_mode", True) else 1
+    most = most if images.does("slice_mode", True) else 1
     if (small := images.text("small_image_upsize", "always")) not in _GROWS:
         told = f"{images.where}: small_image_upsize {small[:40]!r} is not supported"
         raise UnsupportedError(told, f"known: {', '.join(_GROWS)}")

@@ -58,13 +58,17 @@ def idefics3(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         positions=(side // patch) ** 2,
         **siglip_shape(config, vision, 1152, 16),
     )
+    for key in ("size", "max_image_size"):
+        size = images.section(key)
+        if not size.has("longest_edge") and (size.has("height") or size.has("width")):
+            raise UnsupportedError(f"{images.where}: a {key!r} without longest_edge is not supported", ANOTHER)
     tile = images.section("max_image_size").integer("longest_edge", side)
     longest = images.section("size").integer("longest_edge", 4 * tile)
     if tile != side:
         raise CheckpointError(f"{images.where}: the tower reads pieces of {side} x {side} pixels, not {tile} x {tile}", BROKEN)
     if not tile <= longest <= min(MAX_SIDE, tile * math.isqrt(MOST_TILES)):
         raise CheckpointError(f"{images.where}: images {longest} pixels long in pieces of {tile} are not believed", BROKEN)
-    most = 0 if images.flag("do_image_splitting", True) else 1
+    most = 0 if images.does("do_image_splitting", True) else 1
     rule = SizeRule("tiles", tower.cell, longest_side=longest, resample=resample_of(images, 1), tile=tile, most_tiles=most)
     return VisionSpec(tower, rule, _IDEFICS3_TOKENS, *colours_of(images, HALVES))
 
@@ -85,7 +89,7 @@ def lfm2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     )
     check_only(config, projector_hidden_act="gelu", projector_bias=True, vision_feature_layer=-1)
     for key in ("use_thumbnail", "use_image_special_tokens"):
-        if not images.flag(key, True):
+        if not images.does(key, True):
             raise UnsupportedError(f"{images.where}: {key} false is not supported", ANOTHER)
     return VisionSpec(tower, _grid(tower, images), _LFM2_TOKENS, *colours_of(images, HALVES))
 
@@ -103,7 +107,7 @@ def _grid(tower: TowerSpec, images: ConfigReader) -> SizeRule:
         )  # fmt: skip
     return SizeRule(
         "grid", tower.cell, min_pixels=fewest, max_pixels=more, resample=resample_of(images, 2), tile=tile, least_tiles=least,
-        most_tiles=most if images.flag("do_image_splitting", True) else 0,
+        most_tiles=most if images.does("do_image_splitting", True) else 0,
         tolerance=images.number("max_pixels_tolerance", 2.0),
     )  # fmt: skip
 

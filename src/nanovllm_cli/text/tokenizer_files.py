@@ -32,6 +32,8 @@ _MAX_TEMPLATES = 32
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_LETTERS = {"do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars"}
+_OF_NO_FAMILY = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
 
 
@@ -51,6 +53,7 @@ def load_folder(folder: Path) -> TokenizerParts:
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
     _surround(parts, config)
+    _lower(backend, _read_object(folder / "sentence_bert_config.json"))
     parts.chat_templates = _templates(folder, config) or parts.chat_templates
     return parts
 
@@ -66,6 +69,7 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
             backend.no_truncation()
             backend.no_padding()
             _check_normalizer(backend.normalizer)
+            _set_letters(backend, config)
             before, between, after = _ids_around(backend)
         return TokenizerParts(backend, prefix_ids=before, suffix_ids=after, between_ids=between)
     if pieces.is_file():
@@ -122,6 +126,25 @@ def _check_charsmaps(pairs: list[tuple[str, Any]]) -> None:
     for name, value in pairs:
         if name == "precompiled_charsmap" and isinstance(value, str):
             check_charsmap(base64.b64decode(value))
+
+
+def _set_letters(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """What tokenizer_config.json says of a BERT's letters counts, whatever tokenizer.json does: so transformers' class has it."""
+    normalizer: Any = backend.normalizer
+    if not isinstance(normalizer, normalizers.BertNormalizer) or config.get("tokenizer_class") in _OF_NO_FAMILY:
+        return
+    for key, name in _LETTERS.items():
+        if key in config and (config[key] is not None or key == "strip_accents"):  # whose null is what do_lower_case says
+            setattr(normalizer, name, config[key])
+
+
+def _lower(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Texts are made lower case before anything else where sentence-transformers does that."""
+    if not isinstance(said := config.get("do_lower_case") or False, bool):
+        raise CheckpointError(f"sentence_bert_config.json: 'do_lower_case' must be true or false, not {str(said)[:40]}")
+    own = backend.normalizer
+    if said and not (isinstance(own, normalizers.BertNormalizer) and own.lowercase):
+        backend.normalizer = normalizers.Sequence([normalizers.Lowercase(), *([] if own is None else [own])])
 
 
 def _check_normalizer(normalizer: normalizers.Normalizer | None) -> None:
