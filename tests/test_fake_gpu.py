@@ -22,6 +22,7 @@ from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_models import CASES
 
 pytestmark = pytest.mark.skipif(torch.version.cuda is None, reason="this torch is built for CPUs only")
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 256, "intermediate_size": 512, "head_dim": 64,
@@ -107,3 +108,18 @@ def test_blocks_are_packed_for_the_device(name: str) -> None:
             weight = block_layout.empty(name, 48, 512, CUDA)
             block_layout.pack_rows(weight, 16, BlockRows(source))
             assert weight.data.device == CUDA
+
+
+FAMILIES = [
+    "dory, two layers thrice", "hrm, twice three and one", "zaya, 1 of 5 or none", "zamba2, two shared", "mamba2", "mamba",
+    "falcon h1", "lfm2", "granite 4 h", "kimi linear, 3 of 5 and shared", "olmo hybrid", "qwen3.5 moe, 2 of 5 and shared", "gemma3n",
+    "gemma4, keys of other layers", "gpt-oss, 2 of 5", "deepseek v3, 3 of 5 and shared", "mimo v2, 2 of 5", "bitnet",
+]  # fmt: skip
+"""Of those of test_models.py, what has layers of its own."""
+
+
+@pytest.mark.parametrize("case", FAMILIES)
+def test_layers_of_all_kinds_need_nothing_of_the_host(case: str, tmp_path: Path) -> None:
+    folder = save(random_model(CASES[case], dtype=torch.bfloat16), tmp_path)
+    for settings in ({}, {"deterministic": True, "kv_cache_dtype": "int8"}, {"num_speculative_tokens": 3}):
+        serve(settings, 11, folder)
