@@ -112,8 +112,8 @@ def test_blocks_are_packed_for_the_device(name: str) -> None:
 
 FAMILIES = [
     "dory, two layers thrice", "hrm, twice three and one", "zaya, 1 of 5 or none", "zamba2, two shared", "mamba2", "mamba",
-    "falcon h1", "lfm2", "granite 4 h", "kimi linear, 3 of 5 and shared", "olmo hybrid", "qwen3.5 moe, 2 of 5 and shared", "gemma3n",
-    "gemma4, keys of other layers", "gpt-oss, 2 of 5", "deepseek v3, 3 of 5 and shared", "mimo v2, 2 of 5", "bitnet",
+    "falcon h1", "lfm2", "granite 4 h", "kimi linear, 3 of 5 and shared", "olmo hybrid", "qwen3.5 moe, 2 of 5 and shared",
+    "gemma3n", "gemma4, keys of other layers", "gpt-oss, 2 of 5", "deepseek v3, 3 of 5 and shared", "mimo v2, 2 of 5", "bitnet",
 ]  # fmt: skip
 """Of those of test_models.py, what has layers of its own."""
 
