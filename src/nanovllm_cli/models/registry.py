@@ -406,14 +406,14 @@ def may_be_tied(config: Mapping[str, Any]) -> bool:
 
 
 def look_up(name: str, table: dict[str, Family]) -> Family:
-    """The row of the table, or an error that lists what is there."""
+    """The row of the table, or an error that names the nearest."""
     if name in table:
         return table[name]
     if _BOTH_WAYS.search(name):
         raise _reads_both_ways(name)
     near = difflib.get_close_matches(name, table, n=1, cutoff=0.8)
-    suggestion = f"; nearest: {near[0]}" if near else ""
-    raise UnsupportedError(f"unknown architecture {name[:80]!r}", f"known: {', '.join(sorted(table))}{suggestion}")
+    nearest = f"the nearest that is known is {near[0]}; " if near else ""
+    raise UnsupportedError(f"unknown architecture {name[:80]!r}", f"{nearest}docs/models.md lists what runs")
 
 
 def _reads_both_ways(name: str) -> UnsupportedError:
