@@ -348,7 +348,7 @@ def _without_state_norms(spec: ModelSpec) -> ModelSpec:
     """The same where no state beside attention has a norm behind it, of which metadata says nothing."""
     mixers = (
         replace(mixer, state=replace(mixer.state, normed=False)) if isinstance(mixer, PairSpec) else mixer
-        for mixer in spec.mixers
+        for mixer in (block.mixer for block in spec.blocks)
     )
     return spec.with_mixers(mixers)
 

@@ -93,6 +93,7 @@ _CARRIED = {
     "moe_primary_router_apply_softmax", "moe_enable_early_router", "moe_enable_secondary_experts", "moe_layer_layout",
     "sliding_window_layout", "sliding_window_size", "rope_layout", "moe_shared_primary_experts",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
+    "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
@@ -102,7 +103,7 @@ _SEES = ("hy_v3", "jamba")
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
     "resid_pdrop", "embd_pdrop", "cache_implementation", "chunk_size", "time_step_floor", "hidden_dropout", "num_logits_to_keep",
-    "router_dtype", "output_dropout",
+    "router_dtype", "output_dropout", "L_bp_cycles",
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
     "moe_shared_expert_overlap", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size",
     "time_step_min", "time_step_max", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
@@ -246,7 +247,8 @@ def _add_model(
     builder.add_vocab_size(spec.vocab_size)
     further = keys.get("nextn_predict_layers", 0)
     assert isinstance(further, int)
-    builder.add_block_count(spec.num_layers + further)
+    if "block_count" not in keys:
+        builder.add_block_count(spec.num_layers + further)
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
     if spec.attentions:
