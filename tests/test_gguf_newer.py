@@ -7,6 +7,7 @@ What our own files of them give was held against llama.cpp's logits once, of lla
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,14 +16,16 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from transformers import HrmTextConfig
+from transformers import BailingHybridConfig, HrmTextConfig
 
 from engines import random_model, save, worker_for
 from gguf_anew import add, written_anew
-from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from test_convert_families import fields, make_gguf, same, tensors, with_tokenizer
 from test_models import CASES as TEXTS
-from test_models import HRM, prompts
+from test_models import HRM, LING_3, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Arrays = dict[str, np.ndarray]
@@ -140,3 +143,187 @@ def test_a_file_of_an_hrm_without_its_numbers(tmp_path: Path) -> None:
     path = hrm_file(tmp_path / "m.gguf", random_model(HrmTextConfig(**HRM)))
     with pytest.raises(NanovllmError, match="layers_per_stack"):
         worker_for(written_anew(path, tmp_path / "less.gguf", {"hrm_text.hrm.layers_per_stack": None}))
+
+
+LATENT_PARTS = {
+    "input_layernorm": "attn_norm", "post_attention_layernorm": "ffn_norm", "mlp.gate": "ffn_gate_inp",
+    "self_attn.o_proj": "attn_output", "self_attn.q_a_proj": "attn_q_a", "self_attn.q_a_layernorm": "attn_q_a_norm",
+    "self_attn.q_b_proj": "attn_q_b", "self_attn.kv_a_proj_with_mqa": "attn_kv_a_mqa",
+    "self_attn.kv_a_layernorm": "attn_kv_a_norm",
+    **{f"self_attn.{part}_proj": f"attn_{part}" for part in "qkv"},
+    **{f"mlp.{part}_proj": f"ffn_{part}" for part in ("gate", "up", "down")},
+    **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
+}  # fmt: skip
+OUTER = {
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+}  # fmt: skip
+
+
+def latent_arrays(model: Any, place: str, part: str, numbers: np.ndarray) -> Arrays | None:
+    """What files have of a layer's part where attention is latent and experts are DeepSeek-V3's; None of any other. place: what
+    names of the layer begin with."""
+    config = model.config
+    if part == "self_attn.kv_b_proj.weight":
+        heads = numbers.reshape(config.num_attention_heads, -1, config.kv_lora_rank)
+        keys, values = np.split(heads, [config.qk_nope_head_dim], axis=1)
+        return {f"{place}attn_k_b.weight": keys.swapaxes(1, 2), f"{place}attn_v_b.weight": values}
+    if part == "mlp.experts.gate_up_proj":
+        gate, up = np.split(numbers, 2, axis=1)
+        return {f"{place}ffn_gate_exps.weight": gate, f"{place}ffn_up_exps.weight": up}
+    if part == "mlp.experts.down_proj":
+        return {f"{place}ffn_down_exps.weight": numbers}
+    if part == "mlp.gate.e_score_correction_bias":
+        return {f"{place}exp_probs_b.bias": numbers}
+    ours = LATENT_PARTS.get(part.removesuffix(".weight"))
+    return None if ours is None else {f"{place}{ours}.weight": numbers}
+
+
+def latent_keys(config: Any) -> dict[str, Any]:
+    """What their files say."""
+    keys = {
+        "block_count": config.num_hidden_layers, "context_length": config.max_position_embeddings,
+        "embedding_length": config.hidden_size, "feed_forward_length": config.intermediate_size,
+        "attention.head_count": config.num_attention_heads, "attention.layer_norm_rms_epsilon": config.rms_norm_eps,
+        "attention.kv_lora_rank": config.kv_lora_rank, "attention.key_length": config.kv_lora_rank + config.qk_rope_head_dim,
+        "attention.key_length_mla": config.qk_nope_head_dim + config.qk_rope_head_dim,
+        "attention.value_length_mla": config.v_head_dim, "rope.dimension_count": config.qk_rope_head_dim,
+        "rope.freq_base": float(config.rope_parameters["rope_theta"]), "expert_count": config.num_local_experts,
+        "expert_used_count": config.num_experts_per_tok, "expert_feed_forward_length": config.moe_intermediate_size,
+        "expert_shared_count": config.n_shared_experts, "expert_weights_scale": config.routed_scaling_factor,
+        "expert_weights_norm": config.norm_topk_prob, "expert_gating_func": 2,
+        "leading_dense_block_count": list(config.mlp_layer_types).index("sparse"),
+    }  # fmt: skip
+    return keys | ({} if config.q_lora_rank is None else {"attention.q_lora_rank": config.q_lora_rank})
+
+
+LING_PARTS = {
+    "self_attn.forget_gate.f_proj.weight": "ssm_f_a.weight", "self_attn.b_proj.weight": "ssm_beta.weight",
+    "self_attn.o_norm.weight": "ssm_norm.weight", "self_attn.forget_gate.dt_bias": "ssm_dt.bias",
+}  # fmt: skip
+LING = BailingHybridConfig(**LING_3)
+LINGS = {
+    "groups": LING,
+    "queries by another rank": BailingHybridConfig(**LING_3 | {
+        "num_hidden_layers": 3, "layer_types": ["linear_attention", "full_attention", "linear_attention"], "q_lora_rank": 16,
+        "norm_topk_prob": False, "short_conv_kernel_size": 3, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 2,
+        "kda_lower_bound": -5.0,
+    }),
+}  # fmt: skip
+
+
+def ling_file(path: Path, model: Any, further: Mapping[str, np.ndarray] | None = None, **changes: Any) -> Path:
+    config = model.config
+    linear = [kind == "linear_attention" for kind in config.layer_types]
+    arrays: Arrays = {}
+    for name, numbers in numbers_of(model).items():
+        if name in OUTER:
+            arrays[OUTER[name]] = numbers
+            continue
+        layer, part = name.removeprefix("model.layers.").split(".", 1)
+        place = f"blk.{layer}."
+        if part == "self_attn.g_proj.weight":
+            arrays[f"{place}{'ssm_g_a' if linear[int(layer)] else 'attn_gate'}.weight"] = numbers
+        elif part == "self_attn.conv1d.weight":
+            for which, taps in zip("qkv", np.split(numbers, 3), strict=True):
+                arrays[f"{place}ssm_conv1d_{which}.weight"] = taps.reshape(1, len(taps), 1, -1)
+        elif part == "self_attn.forget_gate.A_log":
+            arrays[f"{place}ssm_a"] = np.exp(numbers).reshape(-1, 1)
+        elif part in LING_PARTS:
+            arrays[f"{place}{LING_PARTS[part]}"] = numbers
+        else:
+            found = latent_arrays(model, place, part, numbers)
+            assert found is not None, name
+            arrays |= found
+    keys = latent_keys(config) | {
+        "attention.head_count_kv": [0 if own else 1 for own in linear], "ssm.conv_kernel": config.short_conv_kernel_size,
+        "kda.head_dim": config.linear_head_dim, "kda.safe_gate": True, "kda.gate_lower_bound": config.kda_lower_bound,
+        "expert_shared_feed_forward_length": config.moe_intermediate_size, "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+    return write(path, "bailingmoe3", keys | changes, arrays | dict(further or {}))
+
+
+@pytest.mark.parametrize("case", LINGS)
+def test_a_ling_3_is_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    model, tokens = random_model(LINGS[case]), prompts(513)
+    found = logits_of(worker_for(ling_file(tmp_path / "m.gguf", model)), tokens)
+    assert difference(found, expected_logits(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("case", LINGS)
+def test_a_folder_of_a_ling_3_becomes_that_file(case: str, tmp_path: Path) -> None:
+    model = random_model(with_tokenizer(LINGS[case]))
+    assert check_written(model, ling_file(tmp_path / "expected.gguf", model), tmp_path) == []
+
+
+def test_a_layer_of_a_ling_3_that_guesses_is_left_aside(tmp_path: Path) -> None:
+    model, tokens = random_model(LING), prompts(513)[3:5]
+    plain = ling_file(tmp_path / "m.gguf", model)
+    place, keys = f"blk.{LING.num_hidden_layers}.", {"block_count": LING.num_hidden_layers + 1, "nextn_predict_layers": 1}
+    further = {f"{place}{name}.weight": np.ones(48, np.float32)
+               for name in ("nextn.enorm", "nextn.hnorm", "layer_output_norm", "attn_norm", "ffn_norm")}  # fmt: skip
+    further[f"{place}nextn.eh_proj.weight"] = np.ones((48, 96), np.float32)
+    heads = [0 if kind == "linear_attention" else 1 for kind in LING.layer_types]
+    whole = ling_file(tmp_path / "n.gguf", model, further, **keys, **{"attention.head_count_kv": [*heads, 1]})
+    assert logits_of(worker_for(plain), tokens).equal(logits_of(worker_for(whole), tokens))
+
+
+def test_activations_of_a_ling_3_may_be_held(tmp_path: Path) -> None:
+    """By lists of layers, or by a number for all; a folder may say the same. Held at 0, they are not."""
+    model = random_model(with_tokenizer(LING))
+    folder, tokens = save(model, tmp_path / "folder"), prompts(513)[3:5]
+    limits = {"expert_swiglu_limit_list": [0.2, 0.3, 0.0, 0.1, 0.2],
+              "share_expert_swiglu_limit_list": [0.1, None, 0.2, 0.1, 0.3, 1.0]}  # fmt: skip
+    (folder / "config.json").write_text(json.dumps(json.loads((folder / "config.json").read_text()) | limits))
+    assert make_gguf(folder, tmp_path / "made.gguf") == []
+    keys = fields(tmp_path / "made.gguf")
+    assert keys["bailingmoe3.swiglu_clamp_exp"] == pytest.approx([0.0, 0.3, 0.0, 0.1, 0.2])  # the first has no experts
+    assert keys["bailingmoe3.swiglu_clamp_shexp"] == pytest.approx([0.1, 0.0, 0.2, 0.1, 0.3])
+    same(folder, tmp_path / "made.gguf")
+    free = expected_logits(model, tokens)
+    assert difference(logits_of(worker_for(folder), tokens), free) > 0.1
+    one, each = (
+        ling_file(tmp_path / f"{name}.gguf", model, swiglu_clamp_exp=value) for name, value in (("one", 0.3), ("each", [0.3] * 5))
+    )
+    found = logits_of(worker_for(one), tokens)
+    assert found.equal(logits_of(worker_for(each), tokens))
+    assert difference(found, free) > 0.1
+
+
+@pytest.mark.parametrize(("keys", "kind", "message"), [
+    ({"kda.safe_gate": False}, UnsupportedError, "a Ling whose decays have no floor"),
+    ({"kda.gate_lower_bound": 0.5}, CheckpointError, "'bailingmoe3.kda.gate_lower_bound' of 0.5, not from -100 to below 0"),
+    ({"rope.dimension_sections": [1, 1, 1, 0]}, UnsupportedError, "a Ling that sees"),
+    ({"attention.head_count_kv": 1}, CheckpointError, "must be a list of layers' heads, some of them 0"),
+    ({"attention.head_count_kv": [0, 1, 0, 1]}, CheckpointError, "must be a list of 5 layers' heads"),
+    ({"swiglu_clamp_exp": [0.5]}, CheckpointError, "'bailingmoe3.swiglu_clamp_exp' must be a list of 5 numbers"),
+    ({"expert_gating_func": 1}, UnsupportedError, "experts that are not weighed by a sigmoid"),
+    ({"kda.head_dim": 13}, UnsupportedError, "heads of 13 numbers"),
+])  # fmt: skip
+def test_files_of_a_ling_3_that_can_not_be_followed(
+    keys: dict[str, Any], kind: type[NanovllmError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        worker_for(ling_file(tmp_path / "m.gguf", random_model(LING), **keys))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"kda_safe_gate": False}, "no floor of its decays"), ({"layer_types": ["full_attention"] * 5}, "no linear layers"),
+    ({"first_k_dense_replace": 5}, "no experts"),
+])  # fmt: skip
+def test_lings_that_no_file_can_say(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save(random_model(with_tokenizer(BailingHybridConfig(**LING_3 | changes))), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=message):
+        make_gguf(folder, tmp_path / "made.gguf")
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"no_kda_lora": False}, "'no_kda_lora' is false"),
+    ({"gated_attention_proj_granularity_type": "element_wise"}, "gates that are 'element_wise'"),
+])  # fmt: skip
+def test_published_lings_that_can_not_be_followed(changes: dict[str, Any], message: str) -> None:
+    """By the name that is published."""
+    config = LING.to_dict() | {"architectures": ["BailingMoeV3ForCausalLM"]}
+    assert spec_from_hf(config, hf_family(config)).architecture == "bailing_hybrid"
+    with pytest.raises(UnsupportedError, match=message):
+        spec_from_hf(config | changes, hf_family(config))

@@ -123,7 +123,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "AXK1ForCausalLM": AXK1,
     "AXK2ForCausalLM": AXK2,
-    "BailingHybridForCausalLM": BAILING_HYBRID,
+    **dict.fromkeys(("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"), BAILING_HYBRID),
     "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,

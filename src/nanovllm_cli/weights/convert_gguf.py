@@ -93,7 +93,9 @@ _CARRIED = {
     "moe_primary_router_apply_softmax", "moe_enable_early_router", "moe_enable_secondary_experts", "moe_layer_layout",
     "sliding_window_layout", "sliding_window_size", "rope_layout", "moe_shared_primary_experts",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
-    "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale",
+    "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale", "kda_lower_bound", "kda_safe_gate", "layer_group_size",
+    "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
+    "share_expert_swiglu_limit_list",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
