@@ -16,7 +16,7 @@ from typing import Any
 import gguf
 import numpy as np
 import pytest
-from transformers import BailingHybridConfig, HrmTextConfig
+from transformers import BailingHybridConfig, HrmTextConfig, HYV4Config
 
 from engines import random_model, save, worker_for
 from gguf_anew import add, written_anew
@@ -24,8 +24,9 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from test_convert_families import fields, make_gguf, same, tensors, with_tokenizer
+from test_latent import EVEN
 from test_models import CASES as TEXTS
-from test_models import HRM, LING_3, prompts
+from test_models import HRM, INDEXER, LATENT_EXPERTS, LING_3, prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
 Arrays = dict[str, np.ndarray]
@@ -155,7 +156,8 @@ LATENT_PARTS = {
     **{f"mlp.shared_experts.{part}_proj": f"ffn_{part}_shexp" for part in ("gate", "up", "down")},
 }  # fmt: skip
 OUTER = {
-    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight", "lm_head.weight": "output.weight",
+    "model.embed_tokens.weight": "token_embd.weight", "model.norm.weight": "output_norm.weight",
+    "lm_head.weight": "output.weight",
 }  # fmt: skip
 
 
@@ -327,3 +329,112 @@ def test_published_lings_that_can_not_be_followed(changes: dict[str, Any], messa
     assert spec_from_hf(config, hf_family(config)).architecture == "bailing_hybrid"
     with pytest.raises(UnsupportedError, match=message):
         spec_from_hf(config | changes, hf_family(config))
+
+
+HY4_PARTS = {
+    "self_attn.sinks": "attn_sinks", "self_attn.gate_proj": "attn_gate",
+    **{f"self_attn.indexer.{theirs}": f"indexer.{ours}" for theirs, ours in (
+        ("wq_b", "attn_q_b"), ("wk", "attn_k"), ("k_norm", "k_norm"), ("weights_proj", "proj"))},
+    **{f"{half}_hc.{table}": f"hc_{half}_{table}" for half in ("attn", "ffn") for table in ("fn", "base", "scale")},
+}  # fmt: skip
+HY4_ROTATE = {"self_attn.q_b_proj": "num_attention_heads", "self_attn.indexer.wq_b": "index_n_heads",
+              **dict.fromkeys(("self_attn.kv_a_proj_with_mqa", "self_attn.indexer.wk", "self_attn.indexer.k_norm"))}  # fmt: skip
+"""Of how many heads they are, whose last numbers rotate; None: of one."""
+HY4_OWN = EVEN | {name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"} | INDEXER
+HY4S = {
+    "a layer goes by another": TEXTS["hy 4, a layer goes by another"],
+    "three streams, held, two groups": HYV4Config(**HY4_OWN | {
+        "hc_mult": 3, "hc_eps": 1e-3, "hc_magnitude": 1.5, "swiglu_limit": 0.4, "n_routed_experts": 6, "n_group": 2,
+        "topk_group": 1, "num_experts_per_tok": 2, "norm_topk_prob": False,
+    }),
+}  # fmt: skip
+
+
+def side_by_side(numbers: np.ndarray, heads: int, rotary: int) -> np.ndarray:
+    """Rows of heads whose last ones rotate: of pairs that are apart, as transformers has them."""
+    rows = numbers.reshape(heads, -1, *numbers.shape[1:]).copy()
+    pairs = rows[:, -rotary:].copy()
+    rows[:, -rotary::2], rows[:, -rotary + 1 :: 2] = pairs[:, : rotary // 2], pairs[:, rotary // 2 :]
+    return rows.reshape(numbers.shape)
+
+
+def hy4_file(path: Path, model: Any, **changes: Any) -> Path:
+    """changes: a key that is None is left out, and without an indexer's most, what belongs to it."""
+    config = model.config
+    is_sparse = changes.get("attention.indexer.top_k", 1) is not None
+    arrays: Arrays = {}
+    for name, numbers in numbers_of(model).items():
+        if name in OUTER or name.startswith("model.hc_head."):
+            arrays[OUTER.get(name) or f"output_hc_{name.rpartition('_')[2]}.weight"] = numbers
+            continue
+        layer, part = name.removeprefix("model.layers.").split(".", 1)
+        place, kind = f"blk.{layer}.", part.rpartition(".")[2]
+        stem = part.removesuffix(f".{kind}") if kind in ("weight", "bias") else part
+        if stem in HY4_ROTATE:
+            heads = HY4_ROTATE[stem]
+            numbers = side_by_side(numbers, 1 if heads is None else getattr(config, heads), config.qk_rope_head_dim)
+        if stem in HY4_PARTS:
+            if is_sparse or ".indexer." not in stem:
+                arrays[f"{place}{HY4_PARTS[stem]}.{'bias' if kind == 'bias' else 'weight'}"] = numbers
+        else:
+            found = latent_arrays(model, place, part, numbers)
+            assert found is not None, name
+            arrays |= found
+    keys = latent_keys(config) | {
+        "attention.head_count_kv": 1, "hyper_connection.count": config.hc_mult, "hyper_connection.epsilon": config.hc_eps,
+        "hyper_connection.magnitude": float(config.hc_magnitude), "attention.indexer.head_count": config.index_n_heads,
+        "attention.indexer.key_length": config.index_head_dim, "attention.indexer.top_k": config.index_topk,
+        "attention.indexer.types": [kind == "full" for kind in config.indexer_types], "expert_group_count": config.n_group,
+        "expert_group_used_count": config.topk_group,
+    }  # fmt: skip
+    keys |= {"swiglu_clamp_exp": [float(config.swiglu_limit)] * config.num_hidden_layers}
+    return write(path, "hy_v4", {key: value for key, value in (keys | changes).items() if value is not None}, arrays)
+
+
+@pytest.mark.parametrize("case", HY4S)
+def test_a_hy4_is_equal_to_transformers(case: str, tmp_path: Path) -> None:
+    model, tokens = random_model(HY4S[case]), prompts(500)
+    found = logits_of(worker_for(hy4_file(tmp_path / "m.gguf", model)), tokens)
+    assert difference(found, expected_logits(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize("case", HY4S)
+def test_a_folder_of_a_hy4_becomes_that_file(case: str, tmp_path: Path) -> None:
+    """But that layers without experts have no limit there, which llama.cpp reads of none."""
+    model = random_model(with_tokenizer(HY4S[case]))
+    limits = [0.0 if kind == "dense" else float(model.config.swiglu_limit) for kind in model.config.mlp_layer_types]
+    expected = hy4_file(tmp_path / "expected.gguf", model, swiglu_clamp_exp=limits)
+    assert check_written(model, expected, tmp_path) == []
+
+
+def test_a_hy4_that_sees_all_is_one_without_what_chooses(tmp_path: Path) -> None:
+    """It is the same where as many are chosen as there are; and without a limit, as with one that nothing comes to."""
+    model, tokens = random_model(HYV4Config(**HY4_OWN | {"index_topk": 4096, "swiglu_limit": 1e4})), prompts(500)
+    keys = {"attention.indexer.top_k": None, "swiglu_clamp_exp": None}
+    worker = worker_for(hy4_file(tmp_path / "m.gguf", model, **keys))
+    assert all(attention.indexer is None for attention in worker.spec.attentions)
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
+
+
+@pytest.mark.parametrize(("keys", "kind", "message"), [
+    ({"hyper_connection.count": 1}, UnsupportedError, "1 residual streams"),
+    ({"hyper_connection.magnitude": None}, CheckpointError, "hyper_connection.magnitude"),
+    ({"attention.indexer.types": [False, True, True]}, CheckpointError, "the first layer goes by what one in front"),
+    ({"attention.q_lora_rank": None}, UnsupportedError, "queries are made of the hidden state"),
+    ({"swiglu_clamp_exp": [1.0]}, CheckpointError, "'hy_v4.swiglu_clamp_exp' must be a list of 3 numbers"),
+])  # fmt: skip
+def test_files_of_a_hy4_that_can_not_be_followed(
+    keys: dict[str, Any], kind: type[NanovllmError], message: str, tmp_path: Path
+) -> None:
+    with pytest.raises(kind, match=message):
+        worker_for(hy4_file(tmp_path / "m.gguf", random_model(HY4S["a layer goes by another"]), **keys))
+
+
+@pytest.mark.parametrize(("changes", "message"), [
+    ({"mlp_layer_types": ["sparse", "dense", "sparse"]}, "no experts in all layers behind the first"),
+    ({"tie_word_embeddings": True}, "no head of its own"), ({"mlp_layer_types": ["dense"] * 3}, "no experts"),
+])  # fmt: skip
+def test_hy4s_that_no_file_can_say(changes: dict[str, Any], message: str, tmp_path: Path) -> None:
+    folder = save(random_model(with_tokenizer(HYV4Config(**HY4_OWN | changes))), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=message):
+        make_gguf(folder, tmp_path / "made.gguf")

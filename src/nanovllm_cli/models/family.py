@@ -153,6 +153,7 @@ class Family:
     gguf_gate_up: bool = False  # gate and up of a layer's experts are one tensor
     gguf_parallel: bool = False  # those without norms of MLPs have these read what attention reads, whatever they say in words
     gguf_unread: bool = False  # keys and values of layers that read those of others, which llama.cpp asks for, are there
+    gguf_indexer_apart: bool = False  # rotary pairs of what chooses tokens for latent attention lie apart
     gguf_heads_dealt: bool = False  # value heads of the delta rule are dealt out to key heads in turn
     gguf_truncates: bool = True  # see `RopeSpec`, of what they mean by yarn
 

@@ -33,6 +33,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, as_published, open_check
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
+from nanovllm_cli.weights.convert_latent import with_pairs_as_in_files
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from nanovllm_cli.weights.convert_names import (
     attention_of,
@@ -252,7 +253,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         missing = norm.offset - norm.stored_offset  # llama.cpp's Gemma has it in the gains
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step.of(info, after, theirs)._replace(shape=shape, added=added)
-        steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
+        step = with_pairs_as_in_files(_turned(step, spec, family, to_gguf=True), whole, family)
+        steps.append(as_llama_cpp_has_it(step, whole, family))
     steps = stacked(by_head(steps, spec, outtype, family), family)
     steps = [as_many_rows(step, spec) for step in steps]
     names, kind = {step.name for step in steps}, _file_type(outtype, steps)
