@@ -21,7 +21,7 @@ from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.passes import Passes
+from nanovllm_cli.layers.passes import passes_of
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
@@ -64,7 +64,6 @@ class Decoder:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.streams = _streams(spec, kit)
-        self.passes = None if spec.passes is None else Passes(spec.passes, spec.norm, spec.hidden_size, kit)
         self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
@@ -77,6 +76,7 @@ class Decoder:
                 block.mlp.share(self.handed)
         self.reads_entry = bool(owners)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
+        self.passes = passes_of(spec.passes, spec.norm, self.norm, spec.hidden_size, kit)
         self.embedding_norm = RMSNorm(NormSpec(spec.norm.eps), spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
         self.distances = None if spec.distances is None else Distances(spec.distances, spec.attentions[0].num_heads, kit)

@@ -100,6 +100,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
+from nanovllm_cli.models.nanbeige import NANBEIGE
 from nanovllm_cli.models.nanochat import NANOCHAT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_PUZZLE
 from nanovllm_cli.models.nomic import NOMIC_BERT
@@ -282,6 +283,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MptForCausalLM": MPT,
     "MPTForCausalLM": MPT,
     "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
+    "NanbeigeForCausalLM": NANBEIGE,
     "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,

@@ -95,7 +95,7 @@ _CARRIED = {
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
     "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale", "kda_lower_bound", "kda_safe_gate", "layer_group_size",
     "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
-    "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude",
+    "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude", "num_loops", "skip_loop_final_norm",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
