@@ -173,7 +173,7 @@ class LoadedModel:
         """Of the matrices that a step reads whole: all but embeddings that are not the head as well, and experts that nobody
         takes."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
-        embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
+        embeddings += [own] if (each := self.model.per_layer) is not None and (own := each.embedding) is not None else []
         every = sum(storage.num_bytes for storage in self._storages)
         return every - sum(embedding.weight.num_bytes for embedding in embeddings)
 

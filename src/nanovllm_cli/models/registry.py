@@ -32,6 +32,7 @@ from nanovllm_cli.models.deepseek import (
 )
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
+from nanovllm_cli.models.embedding_gemma2 import EMBEDDING_GEMMA2
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon
@@ -339,6 +340,7 @@ HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,
     "CamembertModel": ROBERTA,
     "DistilBertModel": DISTILBERT,
+    **dict.fromkeys(("EmbeddingGemma2Model", "EmbeddingGemma2TextModel"), EMBEDDING_GEMMA2),
     "EuroBertModel": EUROBERT,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,

@@ -81,6 +81,7 @@ from nanovllm_cli.weights.tensor_names import (
     mtp_names_of,
     names_of,
     that_guess,
+    vector_name,
 )
 from nanovllm_cli.weights.weight_reader import PlainReader, refuse_factors
 from nanovllm_cli.weights.writer import (
@@ -338,7 +339,8 @@ def _check_names(
     guess = that_guess(source, others) - wanted.keys()
     of_senses = source.config.get("vision_config") is not None or not family_of(source).aside
     rest = "of what sees or hears" if of_senses else "for other tasks"
-    apart = {rest: others - guess - wanted.keys() - head_tensors(source), "that guess further tokens": guess}
+    behind = head_tensors(source) | {vector_name(source)}
+    apart = {rest: others - guess - wanted.keys() - behind, "that guess further tokens": guess}
     return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 
 

@@ -96,6 +96,7 @@ _CARRIED = {
     "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale", "kda_lower_bound", "kda_safe_gate", "layer_group_size",
     "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
     "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude", "num_loops", "skip_loop_final_norm",
+    "embedding_dim",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
@@ -163,7 +164,7 @@ def gguf_header(
     _add_model(builder, spec, family, keys, context_length)
     embedding = use_of(embedding_of(checkpoint), spec)
     notes += _add_pooling(builder, embedding)
-    tensors |= _add_dense(builder, checkpoint, embedding)
+    tensors |= _add_dense(builder, checkpoint, embedding, family)
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)
     if spec.attentions and (spec.entry is None or not spec.entry.positions):
@@ -281,17 +282,26 @@ def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
         builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
     prompts = sorted(name for name, text in embedding.prompts.items() if text)
     notes = [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
-    return [*notes, f"dense layers: written, but {_ONLY}"] if embedding.layers and builder.arch != "gemma-embedding" else notes
+    unread = embedding.layers and not builder.arch.startswith("gemma-embedding")
+    return [*notes, f"dense layers: written, but {_ONLY}"] if unread else notes
 
 
-def _add_dense(builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding) -> dict[str, torch.Tensor]:
+def _add_dense(
+    builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding, family: Family
+) -> dict[str, torch.Tensor]:
     """What vectors pass through behind the pooling. UnsupportedError for what has no place: most of it."""
+    if (matrix := family.vector_names.get("gguf")) is not None and len(embedding.layers) == 1:
+        further = read_further(checkpoint, embedding.layers)
+        assert further is not None
+        weight = further.layers[0].weight
+        builder.add_uint32(f"{builder.arch}.embedding_length_out", len(weight))
+        return {matrix: weight}
     if embedding.ranks:
         head = read_further(checkpoint, embedding.layers)
         assert head is not None
         builder.add_pooling_type(PoolingType.RANK)
         return gguf_head(checkpoint, head.layers, builder.arch)
-    if not gguf_sayable(embedding.layers):
+    if not gguf_sayable(embedding.layers) or matrix is not None:
         raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for its dense layers", "keep the model as a folder")
     further = read_further(checkpoint, embedding.layers)
     tensors, sizes = ({}, {}) if further is None else as_gguf(further)
