@@ -133,7 +133,7 @@ CONFIGS: dict[str, tuple[dict[str, Any], Expected]] = {
     ),
     "another model of a name": (
         {"architectures": ["Qwen3VLForCausalLM"]},
-        Expected(UnsupportedError, ("unknown architecture 'Qwen3VLForCausalLM'", "the nearest that is known is Qwen3ForCausalLM")),
+        Expected(UnsupportedError, ("unknown architecture 'Qwen3VLForCausalLM'", "nearest that is known is Qwen3ForCausalLM")),
     ),
     "more experts a token than there are": (
         QWEN3_EXPERTS | {"num_experts_per_tok": 5}, Expected(CheckpointError, ("can't take 5 of 4 experts",)),

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 from transformers import AutoModel, BertConfig, Gemma3TextConfig, ModernBertConfig, MPNetConfig
+from transformers.models.embedding_gemma2.configuration_embedding_gemma2 import EmbeddingGemma2TextConfig
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -43,6 +44,10 @@ CONFIGS: dict[str, Any] = {
         **SIZES, num_key_value_heads=1, head_dim=24, sliding_window=20, use_bidirectional_attention=True,
         layer_types=["sliding_attention", "full_attention"],
     ),
+    "gemma 2": EmbeddingGemma2TextConfig(
+        **SIZES, num_key_value_heads=1, head_dim=24, global_head_dim=40, num_global_key_value_heads=2, sliding_window=10,
+        sliding_window_pattern=2, hidden_size_per_layer_input=16, embedding_dim=64,
+    ),
 }  # fmt: skip
 GENERATOR = torch.Generator().manual_seed(0)
 TEXTS = [torch.randint(5, 300, (count,), generator=GENERATOR).tolist() for count in (1, 2, 9, 70, 1, 17, 90)]
@@ -52,6 +57,7 @@ TEXTS = [torch.randint(5, 300, (count,), generator=GENERATOR).tolist() for count
 def made(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Any, Path]]:
     """transformers' models and their folders; weights in bfloat16."""
     models = {name: random_model(config, seed=1, dtype=torch.bfloat16, auto=AutoModel) for name, config in CONFIGS.items()}
+    torch.nn.init.eye_(models["gemma 2"].embedding_projection.weight)  # which is no part of the engine
     folders = {name: save(model, tmp_path_factory.mktemp("model")) for name, model in models.items()}
     return {name: (model.float(), folders[name]) for name, model in models.items()}
 
@@ -95,14 +101,19 @@ def far(found: list[tuple[float, ...]], model: Any, texts: list[list[int]] = TEX
     return distance(found, wanted)
 
 
+def most(name: str) -> float:
+    """What rounding costs; more where scores are not scaled."""
+    return 0.06 if name == "gemma 2" else 0.03
+
+
 @pytest.mark.parametrize("name", CONFIGS)
 def test_vectors_are_those_of_transformers(name: str, made: dict[str, tuple[Any, Path]]) -> None:
     """Texts of a token and of as many as there are positions, beside each other or in steps of their own."""
     model, folder = made[name]
     engine = engine_on(folder, EmulatedDevice())
     for pooling in ("mean", "cls"):
-        assert far(embed(engine, pooling=pooling), model, pooling=pooling) < 0.03
-    assert far(embed(engine, [[7], [9]], "last"), model, [[7], [9]], "last") < 0.03
+        assert far(embed(engine, pooling=pooling), model, pooling=pooling) < most(name)
+    assert far(embed(engine, [[7], [9]], "last"), model, [[7], [9]], "last") < most(name)
 
 
 def test_half_precision_on_old_gpus_is_nearer(made: dict[str, tuple[Any, Path]]) -> None:
@@ -124,7 +135,7 @@ def test_a_deterministic_gpu_gives_a_text_the_same_bits_whatever_is_beside_it(
     model, folder = made[name]
     engine = engine_on(folder, EmulatedDevice(), deterministic=True)
     together = embed(engine)
-    assert far(together, model) < 0.03
+    assert far(together, model) < most(name)
     assert [embed(engine, [ids])[0] for ids in TEXTS] == together
     settings = {"deterministic": True, "num_blocks": 7, "max_num_batched_tokens": 128}
     pressed = engine_on(folder, EmulatedDevice(num_multiprocessors=64), **settings)

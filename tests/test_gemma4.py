@@ -7,6 +7,7 @@ from typing import Any
 
 import pytest
 import torch
+from transformers import Gemma4TextConfig
 
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.attention.kv_cache import block_bytes
@@ -17,7 +18,8 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.sampling_params import SamplingParams
 from test_conv import PROMPTS, SETTINGS, answers
-from test_models import CASES, prompts, whole_batch
+from test_models import CASES, GEMMA_4, prompts, whole_batch
+from test_quant_engine import difference, expected_logits, logits_of
 
 KINDS = ("gemma4, keys of other layers", "gemma4, 2 of 5 beside")
 BF16 = torch.bfloat16
@@ -176,3 +178,16 @@ def test_a_published_config_says_it_otherwise() -> None:
     seeing = {"architectures": ["Gemma4ForConditionalGeneration"], "text_config": config | {"global_head_dim": 40,
               "num_global_key_value_heads": 1, "use_bidirectional_attention": "vision"}}  # fmt: skip
     assert spec_from_hf(seeing, hf_family(seeing)) == spec
+
+
+def test_numbers_of_layers_may_begin_with_zeros(tmp_path: Path) -> None:
+    """Transformers makes all of one length in "per_layer_config"; those of ten layers and more were not found by them."""
+    kinds = (["sliding_attention"] * 5 + ["full_attention"]) * 2
+    sizes = GEMMA_4 | {"num_hidden_layers": 12, "layer_types": kinds, "hidden_size_per_layer_input": 0}
+    model = random_model(Gemma4TextConfig(**sizes))
+    folder = save(model, tmp_path)
+    assert '"05"' in (folder / "config.json").read_text()
+    worker = worker_for(folder)
+    assert [worker.spec.attentions[layer].head_dim for layer in (4, 5, 11)] == [24, 40, 40]
+    tokens = prompts(513)[2:4]
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4

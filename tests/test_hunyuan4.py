@@ -15,7 +15,7 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from quantizing import quantize
-from test_convert_families import make_gguf
+from test_convert_families import fields, make_gguf, same
 from test_latent import EVEN
 from test_llm import write_byte_tokenizer
 from test_models import CASES, INDEXER, LATENT_EXPERTS, check_what_it_writes, prompts
@@ -167,7 +167,16 @@ def test_configs_that_can_not_be_followed(changes: dict[str, Any], kind: type[Na
         spec_from_hf(config, hf_family(config))
 
 
-def test_no_file_is_written(smooth: tuple[Any, Path], tmp_path: Path) -> None:
-    _, folder = smooth
-    with pytest.raises(UnsupportedError, match="GGUF has no Hy4"):
-        make_gguf(folder, tmp_path / "m.gguf")
+def test_a_file_of_the_part_that_writes(tmp_path: Path) -> None:
+    """Rotary pairs lie side by side on both sides; how it sees is left out, and said."""
+    said = ("model_type", "architectures", "dtype", "transformers_version")
+    text = {key: value for key, value in CASES[NAME].to_dict().items() if key not in said} | {"vocab_size": 4096}
+    text["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]}
+    sees = {"hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "out_hidden_size": 48,
+            "max_image_size": 64}  # fmt: skip
+    config = HYV4VLConfig(text_config=text, vision_config=sees, image_token_id=4090, video_token_id=4091)
+    folder = save(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "folder")
+    notes = make_gguf(folder, tmp_path / "made.gguf")
+    assert any("vit." in note or "sees" in note for note in notes), notes
+    assert fields(tmp_path / "made.gguf")["general.architecture"] == "hy_v4"
+    same(folder, tmp_path / "made.gguf")

@@ -341,17 +341,20 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Pat
     assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
 
 
-@pytest.mark.parametrize(
-    ("changes", "said"),
-    [
-        (rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.5), "yarn of two shares"),
-        ({"rope_interleave": False}, "rotary pairs apart"),
-    ],
-    ids=["yarn", "halves"],
-)
-def test_what_a_file_can_not_say_is_refused(changes: dict[str, Any], said: str, tmp_path: Path) -> None:
-    folder = save(random_model(YoutuConfig(**EVEN | changes)), tmp_path / "folder")
-    with pytest.raises(UnsupportedError, match=said):
+@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}], ids=["by way of fewer numbers", "at once"])
+def test_rotary_pairs_that_are_apart_lie_side_by_side_in_a_file(changes: dict[str, Any], tmp_path: Path) -> None:
+    usual = {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100}
+    config = YoutuConfig(**EVEN | usual | {"rope_interleave": False} | changes)
+    model = random_model(config)
+    make_gguf(save(model, tmp_path / "folder"), tmp_path / "made.gguf")
+    ids = prompts(4000)[:5]
+    assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
+
+
+def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
+    two = rope("yarn", factor=4.0, original_max_position_embeddings=32, mscale=1.0, mscale_all_dim=0.5)
+    folder = save(random_model(YoutuConfig(**EVEN | two)), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match="yarn of two shares"):
         make_gguf(folder, tmp_path / "made.gguf")
     assert not (tmp_path / "made.gguf").exists()
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
@@ -75,6 +76,19 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Pat
             assert keys[key] == pytest.approx(value), key
     ids = prompts(4000)[:5]
     assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
+
+
+@pytest.mark.parametrize(("case", "together"), [("glm", False), ("v3.2", True)])
+def test_rotary_pairs_of_what_chooses_lie_in_a_file_as_others_of_its_kind(case: str, together: bool, tmp_path: Path) -> None:
+    """Of a GLM's side by side, of a DeepSeek's apart, whatever a folder says."""
+    config = type(CONFIGS[case])(**CONFIGS[case].to_dict() | {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100})
+    folder = save(random_model(config), tmp_path / "folder")
+    said = json.loads((folder / "config.json").read_text()) | {"indexer_rope_interleave": together}
+    (folder / "config.json").write_text(json.dumps(said))
+    make_gguf(folder, tmp_path / "made.gguf")
+    ids = prompts(4000)[:5]
+    own, made = (logits_of(worker_for(path, dtype="float32"), ids) for path in (folder, tmp_path / "made.gguf"))
+    assert difference(made, own) < 1e-4
 
 
 @pytest.mark.parametrize("case", ["v3.2", "glm, some choose"])

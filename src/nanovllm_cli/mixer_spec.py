@@ -234,13 +234,13 @@ class ConvSpec:
 class DeltaSpec:
     """The gated delta rule in place of attention (Qwen3-Next): see `kernels.state_rules.gated_delta`. Value heads of value_dim
     have a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the
-    checkpoint has the logarithm of the decay, without its sign. mamba: the rule of Mamba-2 instead, see
-    `kernels.state_rules.state_space`. conv_bias: of its convolution. normed: behind mamba's rule is a norm of all values, those
-    of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the largest beta.
-    eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear, see
-    `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each head.
-    least_step: what time steps of mamba's are at least (Zamba 2).
-    at_once: both are made of the hidden state at once instead (Ling 3.0). floor: see `kernels.states.ByChannel`.
+    checkpoint has the logarithm of the decay, without its sign; with a floor, decays lack that too. mamba: the rule of Mamba-2
+    instead, see `kernels.state_rules.state_space`. conv_bias: of its convolution. normed: behind mamba's rule is a norm of all
+    values, those of each key head by themselves. apart: projections and taps of q, k and v are tensors of their own. most: the
+    largest beta. eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear,
+    see `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each
+    head. least_step: what time steps of mamba's are at least (Zamba 2). at_once: both are made of the hidden state at once
+    instead (Ling 3.0). floor: see `kernels.states.ByChannel`.
     """
 
     num_keys: int

@@ -262,12 +262,12 @@ class ModelSpec:
     """A whole decoder, or an encoder. max_position: the longest sequence it was made for, in tokens. embedding_scale multiplies
     embeddings, residual_scale what attention and MLP add to the residual stream, logit_scale logits; logit_softcap caps them.
     per_layer_width: numbers of each token's own that a layer gets, see `layers/per_layer.py`; 0: none. per_layer_rows: tokens
-    that have some, the first ones; those behind have the first one's; 0: all. has_head: without one no token is drawn, and texts
-    are embedded alone; tied_head holds then, so that no weight is asked for. head_rows: of a head that has fewer than the
-    embedding, so that tokens behind those are read and never drawn; 0: all. entry: None where an embedding goes into the first
-    layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether there is a norm behind the last
-    layer; last_norm: where that is another than those of layers. passes: in which layers are computed, None: once, in order.
-    logit_factor: each token's logit is times a number of the checkpoint's times this (nGPT); None: there are none."""
+    that have some, the first ones; those behind have the first one's; 0: all. per_layer_embedded: of a table, too. has_head:
+    without one no token is drawn, and texts are embedded alone; tied_head holds then, and no weight is asked for. head_rows: of
+    a head that has fewer than the embedding, and tokens behind are never drawn; 0: all. entry: None where an embedding goes into
+    the first layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether a norm is behind the
+    last layer; last_norm: where it is another than layers'. passes: in which layers are computed, None: once. logit_factor: each
+    token's logit is times a number of the checkpoint's times this (nGPT); None: there are none."""
 
     architecture: str
     vocab_size: int
@@ -286,6 +286,7 @@ class ModelSpec:
     logit_softcap: float | None = None
     per_layer_width: int = 0
     per_layer_rows: int = 0
+    per_layer_embedded: bool = True
     entry: EntrySpec | None = None
     distances: DistanceSpec | None = None
     ends_normed: bool = True
@@ -436,7 +437,7 @@ class ModelSpec:
     @property
     def num_by_token(self) -> int:
         """Numbers of the embedding that has layers' own, of which a token takes a row."""
-        return (self.per_layer_rows or self.vocab_size) * self.num_layers * self.per_layer_width
+        return self.per_layer_embedded * (self.per_layer_rows or self.vocab_size) * self.num_layers * self.per_layer_width
 
     @property
     def num_idle(self) -> int:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Literal, NamedTuple
 
 
 class Run(NamedTuple):
@@ -16,14 +16,18 @@ class Run(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class PassesSpec:
-    """Two rows of a token that stacks of layers change by turns, a slow one and a fast one (HRM, Wang et al. 2025).
+    """Each run has keys and values of its own, so that a layer has as many caches as there are runs of it. The last run's rows
+    are what the model gives. between: what becomes of those of the others.
 
+    sums: there are two rows of a token that stacks of layers change by turns, a slow one and a fast one (HRM, Wang et al. 2025).
     The slow one is the embedding at first, the fast one a row of the checkpoint. A run reads the sum of both; what it leaves is
-    normed, without gains, and replaces the row that it makes. The last run's is what the model gives. Each run has keys and
-    values of its own, so that a layer has as many caches as there are runs of it.
+    normed, without gains, and replaces the row that it makes.
+    norm: they go through the model's last norm, and the next run reads that (Nanbeige 4.2).
+    nothing: the next run reads them as they are.
     """
 
     runs: tuple[Run, ...]
+    between: Literal["sums", "norm", "nothing"] = "sums"
 
     @property
     def order(self) -> tuple[int, ...]:
@@ -32,9 +36,9 @@ class PassesSpec:
 
     @property
     def joints(self) -> dict[int, bool]:
-        """Places in that order in front of which a run has ended that is not the last one, and whether that was a slow one."""
+        """Places in that order in front of which something is done to what a run has left, and whether that was a slow one."""
         found, place = {}, 0
-        for run in self.runs[:-1]:
+        for run in self.runs[:-1] if self.between != "nothing" else ():
             place += run.end - run.first
             found[place] = run.slow
         return found

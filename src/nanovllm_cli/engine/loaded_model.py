@@ -175,7 +175,7 @@ class LoadedModel:
         """Of the matrices that a step reads whole: all but embeddings that are not the head as well, and experts that nobody
         takes."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
-        embeddings += [] if self.model.per_layer is None else [self.model.per_layer.embedding]
+        embeddings += [own] if (each := self.model.per_layer) is not None and (own := each.embedding) is not None else []
         return self._own_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
 
     @property

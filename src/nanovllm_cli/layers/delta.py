@@ -221,6 +221,7 @@ class Mamba(Projected):
 
 
 def load_decay(spec: DeltaSpec, decay: torch.Tensor, rows: torch.Tensor | QuantizedRows, first: int) -> None:
-    """As the checkpoint has it, or of its logarithm."""
+    """As the checkpoint has it, or of its logarithm; with a floor, checkpoints have no sign."""
     assert isinstance(rows, torch.Tensor), "tables are plain numbers"
-    decay[first : first + len(rows)].copy_(-rows.float().exp() if spec.log_decay else rows.float())
+    kept = rows.float().exp() if spec.log_decay else rows.float()
+    decay[first : first + len(rows)].copy_(-kept if spec.log_decay or spec.floor else kept)

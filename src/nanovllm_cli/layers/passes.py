@@ -17,6 +17,7 @@ class Passes:
 
     def __init__(self, spec: PassesSpec, norm: NormSpec, width: int, kit: Kit) -> None:
         assert not norm.gains, "no model has gains there"
+        assert spec.between == "sums"
         self.ops, self.joints = kit.ops, spec.joints
         self.norm = RMSNorm(norm, width, kit)
         self.first_fast = kit.zeros(width, dtype=torch.float32)
@@ -40,6 +41,23 @@ class Passes:
 
     def slots(self) -> Slots:
         return {"passes.first_fast": table_slot(self.first_fast)}
+
+
+class NormedPasses:
+    """The same of a spec whose streams go through the model's last norm instead, which has its slots."""
+
+    def __init__(self, spec: PassesSpec, norm: RMSNorm, kit: Kit) -> None:
+        assert spec.between == "norm"
+        self.ops, self.joints, self.norm = kit.ops, spec.joints, norm
+
+    def begin(self, embedded: torch.Tensor) -> torch.Tensor:
+        return embedded
+
+    def join(self, place: int, x: Addend | None, residual: torch.Tensor) -> torch.Tensor:
+        return plain(self.norm(x, residual), self.ops)
+
+    def slots(self) -> Slots:
+        return {}
 
 
 class Loops:
@@ -66,6 +84,20 @@ class Loops:
 
     def slots(self) -> Slots:
         return {}
+
+
+def passes_of(
+    spec: PassesSpec | LoopSpec | None, norm: NormSpec, last: RMSNorm | None, width: int, kit: Kit
+) -> Passes | NormedPasses | Loops | None:
+    """norm: of layers. last: the model's last one."""
+    if isinstance(spec, LoopSpec):
+        return Loops(spec, norm, width, kit)
+    if spec is None or spec.between == "nothing":
+        return None
+    if spec.between == "sums":
+        return Passes(spec, norm, width, kit)
+    assert last is not None, "no model without one has such passes"
+    return NormedPasses(spec, last, kit)
 
 
 def _copied(rows: torch.Tensor, ops: Ops) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""Numbers that each layer gets of each token, beside what the layers before have made of it (Gemma 3n and 4).
+"""Numbers that each layer gets of each token, beside what the layers before have made of it (Gemma 3n and 4, EmbeddingGemma 2).
 
 A second embedding has them for all layers at once; what a projection makes of the first one's rows is added, normed layer by
 layer. In a layer they gate a narrow MLP, whose result, normed, joins the residual stream.
@@ -21,33 +21,40 @@ from nanovllm_cli.quant.rows import QuantizedRows, take_rows
 
 
 class PerLayerInputs:
-    """(embedding's rows * sqrt(width) + norm(project(x))) / sqrt(2), of `width` numbers a layer. Tokens behind those that have a
-    row of the checkpoint's have the first one's."""
+    """(embedding's rows * sqrt(width) + norm(project(x))) / sqrt(2), of `width` numbers a layer; norm(project(x)) where they have
+    no embedding. Tokens behind those that have a row of the checkpoint's have the first one's."""
 
     def __init__(self, spec: ModelSpec, kit: Kit) -> None:
         self.width, self.own_rows = spec.per_layer_width, spec.per_layer_rows or spec.vocab_size
         self.ops = kit.ops
         every = self.width * spec.num_layers
-        self.embedding = Embedding(kit.weight({"per_layer_embedding": spec.vocab_size}, every))
+        table = kit.weight({"per_layer_embedding": spec.vocab_size}, every) if spec.per_layer_embedded else None
+        self.embedding = None if table is None else Embedding(table)
         self.project = Linear(spec.hidden_size, {"per_layer_projection": every}, kit)
         # The projection is divided by sqrt(hidden_size) before its norm, which does not see it but for eps.
         self.norm = RMSNorm(replace(spec.norm, eps=spec.norm.eps * spec.hidden_size), self.width, kit)
 
     def __call__(self, ids: torch.Tensor, table: torch.Tensor | None, x: torch.Tensor) -> torch.Tensor:
         """ids [T], with a table indices into it; x [T, hidden]: what the first layer reads. Gives [T, layers * width]."""
+        made = self.project(x)
+        projected = self.norm.alone(made.view(-1, self.width)).view(made.shape)
+        if self.embedding is None:
+            return projected
         own = self.ops.scale(self.embedding(ids, table), self.width**0.5)
-        projected = self.norm.alone(self.project(x).view(-1, self.width)).view(own.shape)
         return self.ops.add(own, projected, 0.5**0.5)
 
     def slots(self) -> Slots:
+        slots = self.project.slots() | {"per_layer_norm.weight": self.norm.slots()["weight"]}
+        if self.embedding is None:
+            return slots
         weight = self.embedding.weight
         table = storage_slot(weight)
         if self.own_rows < weight.num_rows:
             table = WeightSlot((self.own_rows, weight.width), self._load_table)
-        slots = self.project.slots() | {"per_layer_embedding.weight": table}
-        return slots | {"per_layer_norm.weight": self.norm.slots()["weight"]}
+        return slots | {"per_layer_embedding.weight": table}
 
     def _load_table(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert self.embedding is not None
         weight = self.embedding.weight
         weight.load_rows(first, rows)
         for place in range(self.own_rows, weight.num_rows) if first == 0 else ():

@@ -21,7 +21,7 @@ from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
-from nanovllm_cli.layers.passes import Loops, Passes
+from nanovllm_cli.layers.passes import passes_of
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
@@ -29,7 +29,6 @@ from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.layers.taps import Taps
 from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.block import Block
-from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
@@ -65,7 +64,6 @@ class Decoder:
             self.head, self.embedding = shared.head, shared.embedding
         self.per_layer = PerLayerInputs(spec, kit) if spec.per_layer_width else None
         self.streams = _streams(spec, kit)
-        self.passes = _passes(spec, kit)
         self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
@@ -78,6 +76,7 @@ class Decoder:
                 block.mlp.share(self.handed)
         self.reads_entry = bool(owners)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
+        self.passes = passes_of(spec.passes, spec.norm, self.norm, spec.hidden_size, kit)
         plain_norm = NormSpec(spec.norm.eps, unit=spec.norm.unit)
         self.embedding_norm = RMSNorm(plain_norm, spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
@@ -248,15 +247,6 @@ class Decoder:
         if self.spec.logit_scale != 1.0 or self.spec.logit_softcap:
             logits = self.ops.scale(logits, self.spec.logit_scale, self.spec.logit_softcap or 0.0)
         return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits
-
-
-def _passes(spec: ModelSpec, kit: Kit) -> Passes | Loops | None:
-    match spec.passes:
-        case PassesSpec() as passes:
-            return Passes(passes, spec.norm, spec.hidden_size, kit)
-        case LoopSpec() as loops:
-            return Loops(loops, spec.norm, spec.hidden_size, kit)
-    return None
 
 
 def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:

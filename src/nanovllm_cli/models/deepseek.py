@@ -153,7 +153,6 @@ def latent_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     rope, latent, mixture = spec.attention.rope, spec.attention.latent, spec.mixture
     assert rope is not None
     assert latent is not None
-    has_none("latent attention", rotary_pairs_apart=not rope.interleaved)
     keys: dict[str, GGUFField] = {
         "attention.kv_lora_rank": latent.rank, "attention.key_length_mla": latent.query_dim,
         "attention.value_length_mla": latent.value_dim,

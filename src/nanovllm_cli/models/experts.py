@@ -152,6 +152,12 @@ def limits_of(read: ConfigReader, key: str, layers: int) -> list[float | None]:
     return [float(each) if each else None for each in listed[:layers]]
 
 
+def limits_in_gguf(read: ConfigReader, key: str, layers: int) -> list[float | None]:
+    """The same of GGUF files, where a single number is of all layers."""
+    said = read.values.get(key)
+    return limits_of(ConfigReader({key: [said] * layers}, read.where) if type(said) in (int, float) else read, key, layers)
+
+
 def held(spec: ModelSpec, limits: list[float | None], shared: list[float | None]) -> ModelSpec:
     """The same with these of each layer's experts, and of what every token takes, which an MLP without experts is, too."""
 

@@ -347,11 +347,10 @@ def spec_from_gguf(
 
 def _without_state_norms(spec: ModelSpec) -> ModelSpec:
     """The same where no state beside attention has a norm behind it, of which metadata says nothing."""
-    mixers = (
-        replace(mixer, state=replace(mixer.state, normed=False)) if isinstance(mixer, PairSpec) else mixer
-        for mixer in (block.mixer for block in spec.blocks)
+    mixers = (block.mixer for block in spec.blocks)
+    return spec.with_mixers(
+        replace(own, state=replace(own.state, normed=False)) if isinstance(own, PairSpec) else own for own in mixers
     )
-    return spec.with_mixers(mixers)
 
 
 def _kv_heads(read: ConfigReader, name: str, heads: int, family: Family) -> int:

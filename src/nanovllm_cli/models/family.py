@@ -126,6 +126,7 @@ class Family:
 
     # What folders call tensors, and how they have them.
     hf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than HF_NAMES
+    vector_names: Mapping[str, str] = field(default_factory=dict)  # by kind of checkpoint: what vectors go through when pooled
     outer: str = "model."  # what names begin with, but for the model alone, without a head
     aside: tuple[str, ...] = ()  # beginnings of names of what is for tasks that nothing here does
     unread_without_experts: tuple[str, ...] = ()  # endings of names of what layers without experts have to no purpose
@@ -153,6 +154,7 @@ class Family:
     gguf_gate_up: bool = False  # gate and up of a layer's experts are one tensor
     gguf_parallel: bool = False  # those without norms of MLPs have these read what attention reads, whatever they say in words
     gguf_unread: bool = False  # keys and values of layers that read those of others, which llama.cpp asks for, are there
+    gguf_indexer_apart: bool = False  # rotary pairs of what chooses tokens for latent attention lie apart
     gguf_heads_dealt: bool = False  # value heads of the delta rule are dealt out to key heads in turn
     gguf_truncates: bool = True  # see `RopeSpec`, of what they mean by yarn
 

@@ -62,9 +62,10 @@ FULL = "full_attention"
 
 
 def _layer_values(read: ConfigReader, layer: int) -> ConfigReader:
-    """What "per_layer_config" has of a layer."""
+    """What "per_layer_config" has of a layer, whose number may begin with zeros: transformers makes all of one length."""
     section = read.section("per_layer_config")
-    return ConfigReader({str(key): value for key, value in section.values.items()}, section.where).section(str(layer))
+    names = {key: str(key).lstrip("0") or "0" for key in section.values}
+    return ConfigReader({names[key]: value for key, value in section.values.items()}, section.where).section(str(layer))
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

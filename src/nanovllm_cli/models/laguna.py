@@ -12,7 +12,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
-from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_of, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_in_gguf, with_shared
 from nanovllm_cli.models.families import FULL, QWEN3_MOE, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all
 from nanovllm_cli.models.names import QWEN_NAMES, SHARED_NAMES
@@ -102,7 +102,7 @@ def _maple_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _maple_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     layers, theta = spec.num_layers, key("rope.freq_base_swa")
     spec = turned_in_windows(spec).each_rope(lambda rope: replace(rope, theta=read.number(theta, rope.theta)))
-    return _with_held_gates(spec, limits_of(read, key("swiglu_clamp_exp"), layers))
+    return _with_held_gates(spec, limits_in_gguf(read, key("swiglu_clamp_exp"), layers))
 
 
 def _maple_keys(spec: ModelSpec) -> dict[str, GGUFField]:

@@ -33,6 +33,7 @@ from nanovllm_cli.models.deepseek import (
 from nanovllm_cli.models.dory import DORY
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
+from nanovllm_cli.models.embedding_gemma2 import EMBEDDING_GEMMA2
 from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon
@@ -101,6 +102,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
+from nanovllm_cli.models.nanbeige import NANBEIGE
 from nanovllm_cli.models.nanochat import NANOCHAT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_PUZZLE
 from nanovllm_cli.models.nomic import NOMIC_BERT
@@ -124,7 +126,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "AfmoeForCausalLM": AFMOE,
     "AXK1ForCausalLM": AXK1,
     "AXK2ForCausalLM": AXK2,
-    "BailingHybridForCausalLM": BAILING_HYBRID,
+    **dict.fromkeys(("BailingHybridForCausalLM", "BailingMoeV3ForCausalLM"), BAILING_HYBRID),
     "BailingMoeForCausalLM": BAILING_MOE,
     "BailingMoeV2ForCausalLM": BAILING_MOE2,
     "BambaForCausalLM": BAMBA,
@@ -284,6 +286,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "MptForCausalLM": MPT,
     "MPTForCausalLM": MPT,
     "MuseGlimmerForConditionalGeneration": MUSE_GLIMMER,
+    "NanbeigeForCausalLM": NANBEIGE,
     "NanoChatForCausalLM": NANOCHAT,
     "NemotronForCausalLM": NEMOTRON,
     "NemotronHForCausalLM": NEMOTRON_H,
@@ -339,6 +342,7 @@ HF_BODIES: dict[str, Family] = {
     "BertModel": BERT,
     "CamembertModel": ROBERTA,
     "DistilBertModel": DISTILBERT,
+    **dict.fromkeys(("EmbeddingGemma2Model", "EmbeddingGemma2TextModel"), EMBEDDING_GEMMA2),
     "EuroBertModel": EUROBERT,
     "Gemma2Model": GEMMA2,
     "Gemma3TextModel": GEMMA3,

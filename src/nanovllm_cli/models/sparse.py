@@ -88,7 +88,7 @@ def _chooses(read: ConfigReader, layers: int) -> list[bool]:
     return [max(layer - first + 1, 0) % every == 0 for layer in range(layers)]
 
 
-def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], *, interleaved: bool) -> ModelSpec:
+def sparse_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], *, interleaved: bool) -> ModelSpec:
     spec = latent_from_gguf(spec, read, key)
     heads, dim, most = (read.integer(key(f"attention.indexer.{name}")) for name in ("head_count", "key_length", "top_k"))
     indexer = IndexerSpec(heads, dim, most, interleaved)
@@ -105,7 +105,7 @@ def _chooses_in_gguf(read: ConfigReader, key: str, spec: ModelSpec) -> list[bool
     return [bool(each) for each in said[: spec.num_layers]]
 
 
-def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
+def sparse_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     indexers = [attention.indexer for attention in spec.attentions if attention.indexer is not None]
     keys: dict[str, GGUFField] = {
         "attention.indexer.head_count": indexers[0].heads, "attention.indexer.key_length": indexers[0].dim,
@@ -117,9 +117,8 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 SPARSE_HF_NAMES = SHARED_NAMES | LATENT_HF_NAMES | BIAS_NAME | _HF_NAMES
-_ALL_NAMES: dict[str, Any] = {
-    "hf_names": SPARSE_HF_NAMES, "gguf_names": LATENT_GGUF_NAMES | _GGUF_NAMES,
-}  # fmt: skip
+SPARSE_GGUF_NAMES = LATENT_GGUF_NAMES | _GGUF_NAMES
+_ALL_NAMES: dict[str, Any] = {"hf_names": SPARSE_HF_NAMES, "gguf_names": SPARSE_GGUF_NAMES}
 DEEPSEEK32 = replace(
     DEEPSEEK3,
     name="deepseek32",
@@ -127,8 +126,9 @@ DEEPSEEK32 = replace(
     defaults={**DEEPSEEK3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
               "max_position_embeddings": 163840},
     hf=lambda spec, read: sparse_from_hf(spec, read, interleaved=False),
-    gguf=lambda spec, read, key: _from_gguf(spec, read, key, interleaved=False),
-    gguf_keys=_keys,
+    gguf=lambda spec, read, key: sparse_from_gguf(spec, read, key, interleaved=False),
+    gguf_keys=sparse_keys,
+    gguf_indexer_apart=True,
     mtp_names={},
     **_ALL_NAMES,
 )  # fmt: skip
@@ -139,8 +139,8 @@ GLM_DSA = replace(
     defaults={**GLM4_MOE_LITE.defaults, "index_n_heads": 32, "index_head_dim": 128, "index_topk": 2048, "q_lora_rank": 2048,
               "first_k_dense_replace": 3, "routed_scaling_factor": 2.5, "num_experts_per_tok": 8},
     hf=lambda spec, read: sparse_from_hf(spec, read, interleaved=True),
-    gguf=lambda spec, read, key: _from_gguf(spec, read, key, interleaved=True),
-    gguf_keys=_keys,
+    gguf=lambda spec, read, key: sparse_from_gguf(spec, read, key, interleaved=True),
+    gguf_keys=sparse_keys,
     mtp_names={},
     **_ALL_NAMES,
 )  # fmt: skip

@@ -13,7 +13,7 @@ from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deci import of_layers
-from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_of, with_shared
+from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_in_gguf, limits_of, with_shared
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, check_usual, usual_keys
 from nanovllm_cli.models.names import MATRICES, projections
@@ -116,7 +116,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         rope = replace(own.rope, dim=dim, short_divisors=own.rope.short_divisors[: dim // 2])
         return replace(own, rope=checked_rope(rope, own.head_dim, read))
 
-    limits = [limits_of(read, key(f"swiglu_clamp_{kind}"), spec.num_layers) for kind in ("exp", "shexp")]
+    limits = [limits_in_gguf(read, key(f"swiglu_clamp_{kind}"), spec.num_layers) for kind in ("exp", "shexp")]
     return _made(spec.each_attention(halved), heads, limits[0], limits[1], 1.0, read.where)
 
 

@@ -262,7 +262,7 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
     called = _names_in_output(original, kind)
     more = ("per_layer_gate", "per_layer_out") if spec.per_layer_width else ()
     names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block, kind), *more)]
-    outer = ["embedding.weight", *(["per_layer_embedding.weight"] if spec.per_layer_width and kind == "gguf" else [])]
+    outer = ["embedding.weight", *(["per_layer_embedding.weight"] if spec.num_by_token and kind == "gguf" else [])]
     for ours in (*outer, *names, "head.weight"):
         source = checkpoint_name(ours, there)
         if ours == "head.weight" and spec.tied_head:

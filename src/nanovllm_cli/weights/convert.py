@@ -33,6 +33,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, as_published, open_check
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
+from nanovllm_cli.weights.convert_latent import with_pairs_as_in_files
 from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from nanovllm_cli.weights.convert_names import (
     attention_of,
@@ -80,6 +81,7 @@ from nanovllm_cli.weights.tensor_names import (
     mtp_names_of,
     names_of,
     that_guess,
+    vector_name,
 )
 from nanovllm_cli.weights.weight_reader import PlainReader, refuse_factors
 from nanovllm_cli.weights.writer import (
@@ -252,7 +254,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         missing = norm.offset - norm.stored_offset  # llama.cpp's Gemma has it in the gains
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
         step = Step.of(info, after, theirs)._replace(shape=shape, added=added)
-        steps.append(as_llama_cpp_has_it(_turned(step, spec, family, to_gguf=True), whole, family))
+        step = with_pairs_as_in_files(_turned(step, spec, family, to_gguf=True), whole, family)
+        steps.append(as_llama_cpp_has_it(step, whole, family))
     steps = stacked(by_head(steps, spec, outtype, family), family)
     steps = [as_many_rows(step, spec) for step in steps]
     names, kind = {step.name for step in steps}, _file_type(outtype, steps)
@@ -336,7 +339,8 @@ def _check_names(
     guess = that_guess(source, others) - wanted.keys()
     of_senses = source.config.get("vision_config") is not None or not family_of(source).aside
     rest = "of what sees or hears" if of_senses else "for other tasks"
-    apart = {rest: others - guess - wanted.keys() - head_tensors(source), "that guess further tokens": guess}
+    behind = head_tensors(source) | {vector_name(source)}
+    apart = {rest: others - guess - wanted.keys() - behind, "that guess further tokens": guess}
     return notes + [f"{len(own)} tensors {what}: {some(sorted(own))}" for what, own in apart.items() if own]
 
 

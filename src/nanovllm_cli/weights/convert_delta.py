@@ -1,5 +1,6 @@
 """Tensors of the delta rule, of Mamba and of Mamba-2 as llama.cpp's converter has them: value heads dealt out to key heads in
-turn, but for Qwen3-Next; decays without their logarithm; numbers of a head or a group as matrices of one column or one row."""
+turn, but for Qwen3-Next; decays without their logarithm, and without their sign where they have a floor; numbers of a head or a
+group as matrices of one column or one row."""
 
 from __future__ import annotations
 
@@ -59,8 +60,8 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     if delta.mamba and part == "ssm_norm":  # one row a group
         step = step._replace(shape=(delta.num_keys, step.shape[0] // delta.num_keys))
     if part == "ssm_a":
-        turned = rows_in_turn if has_own_order(delta, family) else torch.Tensor.clone
-        return step._replace(reorder=lambda rows: turned(-rows.float().exp()))
+        turned, sign = rows_in_turn if has_own_order(delta, family) else torch.Tensor.clone, 1 if delta.floor else -1
+        return step._replace(reorder=lambda rows: turned(sign * rows.float().exp()))
     if not has_own_order(delta, family):
         return step
     if part == "ssm_out":

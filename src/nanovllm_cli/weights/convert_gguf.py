@@ -93,6 +93,10 @@ _CARRIED = {
     "moe_primary_router_apply_softmax", "moe_enable_early_router", "moe_enable_secondary_experts", "moe_layer_layout",
     "sliding_window_layout", "sliding_window_size", "rope_layout", "moe_shared_primary_experts",
     "shared_expert_combination_strategy", "expert_selection_fn", "prefix_dense_sliding_window_pattern",
+    "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale", "kda_lower_bound", "kda_safe_gate", "layer_group_size",
+    "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
+    "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude", "num_loops", "skip_loop_final_norm",
+    "embedding_dim",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
@@ -102,7 +106,7 @@ _SEES = ("hy_v3", "jamba")
 _OF_NO_USE = {
     "torch_dtype", "dtype", "transformers_version", "use_cache", "initializer_range", "attention_dropout", "_name_or_path",
     "resid_pdrop", "embd_pdrop", "cache_implementation", "chunk_size", "time_step_floor", "hidden_dropout", "num_logits_to_keep",
-    "router_dtype", "output_dropout",
+    "router_dtype", "output_dropout", "L_bp_cycles",
     "rescale_prenorm_residual", "residual_in_fp32", "use_mamba_kernels", "mamba_ssm_cache_dtype", "mtp_layers_block_type",
     "moe_shared_expert_overlap", "router_aux_loss_coef", "output_router_logits", "router_jitter_noise", "mamba_chunk_size",
     "time_step_min", "time_step_max", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
@@ -160,7 +164,7 @@ def gguf_header(
     _add_model(builder, spec, family, keys, context_length)
     embedding = use_of(embedding_of(checkpoint), spec)
     notes += _add_pooling(builder, embedding)
-    tensors |= _add_dense(builder, checkpoint, embedding)
+    tensors |= _add_dense(builder, checkpoint, embedding, family)
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)
     if spec.attentions and (spec.entry is None or not spec.entry.positions):
@@ -246,7 +250,8 @@ def _add_model(
     builder.add_vocab_size(spec.vocab_size)
     further = keys.get("nextn_predict_layers", 0)
     assert isinstance(further, int)
-    builder.add_block_count(spec.num_layers + further)
+    if "block_count" not in keys:
+        builder.add_block_count(spec.num_layers + further)
     builder.add_context_length(context_length)
     builder.add_embedding_length(spec.hidden_size)
     if spec.attentions:
@@ -277,17 +282,26 @@ def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
         builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
     prompts = sorted(name for name, text in embedding.prompts.items() if text)
     notes = [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
-    return [*notes, f"dense layers: written, but {_ONLY}"] if embedding.layers and builder.arch != "gemma-embedding" else notes
+    unread = embedding.layers and not builder.arch.startswith("gemma-embedding")
+    return [*notes, f"dense layers: written, but {_ONLY}"] if unread else notes
 
 
-def _add_dense(builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding) -> dict[str, torch.Tensor]:
+def _add_dense(
+    builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding, family: Family
+) -> dict[str, torch.Tensor]:
     """What vectors pass through behind the pooling. UnsupportedError for what has no place: most of it."""
+    if (matrix := family.vector_names.get("gguf")) is not None and len(embedding.layers) == 1:
+        further = read_further(checkpoint, embedding.layers)
+        assert further is not None
+        weight = further.layers[0].weight
+        builder.add_uint32(f"{builder.arch}.embedding_length_out", len(weight))
+        return {matrix: weight}
     if embedding.ranks:
         head = read_further(checkpoint, embedding.layers)
         assert head is not None
         builder.add_pooling_type(PoolingType.RANK)
         return gguf_head(checkpoint, head.layers, builder.arch)
-    if not gguf_sayable(embedding.layers):
+    if not gguf_sayable(embedding.layers) or matrix is not None:
         raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for its dense layers", "keep the model as a folder")
     further = read_further(checkpoint, embedding.layers)
     tensors, sizes = ({}, {}) if further is None else as_gguf(further)

@@ -53,6 +53,7 @@ _IN_FLOAT32 = (
     "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight",
     ".ssm_conv1d_v.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
     ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
+    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
     "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight",
 )  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}

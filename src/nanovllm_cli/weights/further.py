@@ -3,6 +3,7 @@ those that rank (`heads.py`).
 
     folders     modules that sentence-transformers calls Dense: N_Dense/config.json and N_Dense/model.safetensors
     GGUF        dense_2.weight, dense_2.bias, dense_3.weight, as llama.cpp has them behind gemma-embedding
+    either      a matrix of the model's own (`Family.vector_names`, EmbeddingGemma 2)
 
 First come descriptions (`Layer`), by configs and the headers of files, so that a model can be told of without its weights; then
 the weights (`Further`). Not covered: layers for each token, and those that add what they are given.
@@ -150,6 +151,17 @@ def dense_module(folder: Path, *, unit: bool) -> Layer:
         if extra := sorted(opened.entries.keys() - layer.shapes.keys()):
             raise CheckpointError(f"{file}: not part of a dense layer: {', '.join(extra)[:80]}", _BROKEN)
     return layer
+
+
+def matrix_of(checkpoint: Checkpoint, name: str | None) -> tuple[Layer, ...]:
+    """The layer that this tensor is, without a bias; none for None. CheckpointError where it is missing."""
+    if name is None:
+        return ()
+    shape = shapes_of(checkpoint, [name]).get(name)
+    if shape is None or len(shape) != 2:
+        told = "is missing" if shape is None else f"is {list(shape)}, no matrix"
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} {told}", DOWNLOAD_AGAIN)
+    return (Layer(name, None, (shape[0], shape[1])),)
 
 
 def gguf_dense(checkpoint: Checkpoint) -> tuple[Layer, ...]:

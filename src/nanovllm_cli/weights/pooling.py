@@ -22,11 +22,11 @@ from nanovllm_cli.model_spec import ModelSpec, Pooling
 from nanovllm_cli.models.registry import HF_BODIES
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
-from nanovllm_cli.weights.further import Layer, check_width, dense_module, gguf_dense
+from nanovllm_cli.weights.further import Layer, check_width, dense_module, gguf_dense, matrix_of
 from nanovllm_cli.weights.heads import classifies, head_of
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, parse_json, read_json_file, reading
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
-from nanovllm_cli.weights.tensor_names import is_bare, names_of
+from nanovllm_cli.weights.tensor_names import is_bare, names_of, vector_name
 
 GGUF_POOLINGS: dict[Pooling, PoolingType] = {"mean": PoolingType.MEAN, "cls": PoolingType.CLS, "last": PoolingType.LAST}
 _POOLINGS: dict[str, Pooling] = {"mean_tokens": "mean", "cls_token": "cls", "lasttoken": "last"}
@@ -82,15 +82,16 @@ def embedding_of(checkpoint: Checkpoint) -> Embedding:
             _check_ranks(folder_of(checkpoint.path))
         refusal = UnsupportedError(f"{checkpoint.path}: a reranker gives a score in place of a vector", RANKING)
         return Embedding(head.pooling, refusal=refusal, ranks=True, layers=head.layers)
+    own = matrix_of(checkpoint, vector_name(checkpoint))  # of each token before the pooling, which is the same behind it
     if checkpoint.format == "gguf":
         pooling = _gguf_pooling(checkpoint)
-        return Embedding() if pooling is None else Embedding(pooling, layers=gguf_dense(checkpoint))
+        return Embedding(layers=own) if pooling is None else Embedding(pooling, layers=(*own, *gguf_dense(checkpoint)))
     folder = folder_of(checkpoint.path)
     prompts = _prompts(folder)
     try:
         config = _pooling_config(folder)
         pooling = None if config is None else _pooling(config, str(folder))
-        layers = _dense(folder)
+        layers = (*own, *_dense(folder))
     except UnsupportedError as refusal:
         return prompts._replace(refusal=refusal)
     pools_prompt = config is None or config.get("include_prompt") is not False

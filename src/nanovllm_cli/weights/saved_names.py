@@ -7,7 +7,8 @@
     Zamba 2      layers.6.mamba_decoder.mamba.…              layers.6.mamba.…, as in layers without attention; what several layers
                                                              share counts in the first of them
     HRM          H_module.layers.3.attn.gqkv_proj.weight     layers.11.self_attn.gate_proj.weight, q_proj, k_proj and v_proj, one
-                                                             behind the other; those of L_module are layers.0, 1, 2, …
+                                                             behind the other; those of L_module are layers.0, 1, 2, …;
+                                                             mlp.gate_up_proj is gate_proj and up_proj alike
     Dory         backbone.layers.3.self_attn.g_proj.weight   backbone.layers.6.mixer.g_proj.weight: attention and MLP are layers
                  backbone.layers.3.lambda_2                  of their own; backbone.layers.7.mlp_alpha
 
@@ -51,6 +52,8 @@ _IN_ONE_ROW = "hrm_text", "dory"
 _STACKED = re.compile(r"model\.([HL])_module\.layers\.(\d{1,6})\.(.+)")
 _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lambda_1|lambda_2)(?:\.(.+))?")
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
+_JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
+"""Of those stacks' layers: what is one tensor of what."""
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -140,12 +143,15 @@ def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], 
         part = re.sub(r"^attn\.", "self_attn.", place[3])
         layer = _of_one_stack(name, count).removesuffix(f".{place[3]}")
         shape = checkpoint.info(name).shape
-        if part.startswith("self_attn.gqkv_proj.") and shape and shape[0] % 4 == 0:
-            rows = shape[0] // 4
-            for i, own in enumerate(("gate", "q", "k", "v")):
-                divided[f"{layer}.{part.replace('gqkv', own)}"] = [_Piece(name, i * rows, (i + 1) * rows)]
-        else:
+        whole = next((whole for whole in _JOINED if part.startswith(f"{whole}_proj.")), None)
+        if whole is None or not shape or shape[0] % len(_JOINED[whole]):
             renamed[f"{layer}.{part}"] = name
+            continue
+        own = _JOINED[whole]
+        rows = shape[0] // len(own)
+        for i, each in enumerate(own):
+            module, _, last = whole.rpartition(".")
+            divided[f"{layer}.{module}.{each}{part.removeprefix(f'{module}.{last}')}"] = [_Piece(name, i * rows, (i + 1) * rows)]
     return renamed, divided
 
 

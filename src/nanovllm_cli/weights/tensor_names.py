@@ -63,6 +63,13 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     return table | renamed | dict.fromkeys(["head.weight"] if heads else [], min(heads, default=""))
 
 
+def vector_name(checkpoint: Checkpoint) -> str | None:
+    """What it calls the matrix that vectors of texts go through behind the pooling; None where its family has none."""
+    name = family_of(checkpoint).vector_names.get(checkpoint.format)
+    prefix = _prefix(checkpoint)
+    return name if name is None or prefix is None else prefix + name
+
+
 def bare_names(table: Mapping[str, str], family: Family) -> dict[str, str]:
     """The same in a folder of the model without its head."""
     return {ours: theirs.removeprefix(family.outer) for ours, theirs in table.items()}
@@ -141,7 +148,7 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     aside |= {name for name in names if name.endswith(ADAPTERS_OF_SENSES)}
     aside |= _of_experts_elsewhere(checkpoint, names)
     aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
-    behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint)) & names
+    behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint) | {vector_name(checkpoint) or ""}) & names
     aside |= _experts_for_images(checkpoint, names)
     return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
@@ -224,4 +231,5 @@ def _said(checkpoint: Checkpoint, of_folder: str, of_file: str) -> Any:
 def _prefix(checkpoint: Checkpoint) -> str | None:
     if checkpoint.format == "gguf" or checkpoint.config.get("text_config") is None:
         return None
-    return next((prefix for prefix in _INNER if any(name.startswith(prefix) for name in checkpoint.names())), None)
+    inner = (*_INNER, "language_model.") if family_of(checkpoint).vector_names else _INNER
+    return next((prefix for prefix in inner if any(name.startswith(prefix) for name in checkpoint.names())), None)
