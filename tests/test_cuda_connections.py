@@ -44,9 +44,16 @@ def test_no_kernel_is_compiled_late(folder: Path) -> None:
     assert not kernels_not_rehearsed(folder)
 
 
-def test_experts_that_are_held_are_not_recorded_and_give_the_same(folder: Path, tmp_path: Path) -> None:
+def test_experts_that_are_held_are_recorded_and_give_the_same(folder: Path, tmp_path: Path) -> None:
+    """With few rows of each expert and many, and however a step is put together."""
     held = save(random_model(type(MODELS[NAME])(**MODELS[NAME].to_dict() | {"swiglu_limit": 0.4}), seed=1, dtype=torch.bfloat16),
                 tmp_path)  # fmt: skip
-    found = tokens(engine_on(held, EmulatedDevice()), greedy(6))
+    device = EmulatedDevice()
+    found = tokens(engine_on(held, device), greedy(6))
+    assert device.graphs
     assert found == tokens(engine_on(held, None), greedy(6))
     assert found != tokens(engine_on(folder, None), greedy(6))
+    assert not kernels_not_rehearsed(held)
+    plain = answers(engine_on(held, EmulatedDevice(), deterministic=True, **SETTINGS), FEW_KINDS)
+    few = SETTINGS | {"deterministic": True, "num_speculative_tokens": 4, "num_blocks": 6, "max_num_batched_tokens": 13}
+    assert answers(engine_on(held, EmulatedDevice(), **few), FEW_KINDS) == plain

@@ -217,7 +217,7 @@ def test_answers_do_not_depend_on_when_the_device_gets_to_it(
     assert device.races == []
 
 
-def mixture(formats: list[str | None], launcher: Emulator, count: int = 0, limit: float | None = None) -> CudaMixture:
+def mixture(formats: list[str | None], launcher: Emulator, count: int = 0) -> CudaMixture:
     """Of an expert for each format, or of the first as often as count."""
     maker = CudaFormats(launcher, rounds=True, deterministic=False)
 
@@ -226,7 +226,7 @@ def mixture(formats: list[str | None], launcher: Emulator, count: int = 0, limit
         return SimpleNamespace(weight=maker.make(form, rows, width, torch.bfloat16), bias=None)
 
     experts = [
-        SimpleNamespace(gate_up=matrix(name, 64, 32), down=matrix(name, 32, 32), activation="silu", limit=limit)
+        SimpleNamespace(gate_up=matrix(name, 64, 32), down=matrix(name, 32, 32), activation="silu", held=None)
         for name in formats
     ]
     return CudaMixture(launcher, False, experts * count if count else experts, 1, True)  # type: ignore[arg-type]
@@ -240,7 +240,6 @@ def test_only_experts_that_are_alike_have_tasks(monkeypatch: pytest.MonkeyPatch)
     assert all(mixture(formats, launcher).most_unread == 48 for formats in alike)
     others = [[None, "int8"], ["int8", "q8_0"], ["int4:group=32", "nf4:group=32"], ["int4:group=32", "int4:group=32:zeros"]]
     assert all(mixture(formats, launcher).most_unread == 0 for formats in others)
-    assert mixture([None] * 3, launcher, limit=7.0).most_unread == 0  # no kernel holds activations
 
 
 def test_more_experts_than_the_router_has_registers_for_have_none() -> None:

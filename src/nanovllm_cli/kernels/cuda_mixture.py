@@ -82,7 +82,7 @@ class CudaMixture(Mixture):
         self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
         self._most_few: float = 0
         self._most_tokens: float = 0
-        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS or experts[0].limit is not None:
+        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS:
             return
         is_far = self._up.is_far or self._down.is_far
         has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS and not is_far
@@ -122,7 +122,10 @@ class CudaMixture(Mixture):
         rows = FEW_ROWS if x.shape[0] <= self._most_few else MANY_ROWS
         how = (self.num_chosen, self.norm_topk, slots, rows, self.scoring)
         tasks, weights = route(self._launcher, logits, self._matrices, *how)
-        inner = self._up.multiply_tasks(x, tasks, 0, self._activation)
+        if (held := self.experts[0].held) is None:
+            inner = self._up.multiply_tasks(x, tasks, 0, self._activation)
+        else:
+            inner = held(self._up.multiply_tasks(x, tasks, 0, None))
         return expert_sum(self._launcher, self._down.multiply_tasks(inner, tasks, 1, None), weights, residual, slots)
 
 

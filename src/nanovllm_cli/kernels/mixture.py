@@ -34,8 +34,9 @@ class Expert(Protocol):
     def activation(self) -> str: ...
 
     @property
-    def limit(self) -> float | None:
-        """Of what lies between the matrices, where that is more than the activation: see `MLPSpec`."""
+    def held(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """What gate_up makes of an input [n, 2 * inner], which is changed -> what down reads [n, inner], where that is more than
+        the activation, in all experts alike: see `MLPSpec.limit`."""
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor: ...
 

@@ -213,7 +213,7 @@ def _integer(dtype: torch.dtype) -> None:
 class _NormExpert:
     """Norms what it gets. recordable: whether it says that it can be recorded."""
 
-    activation, limit = "silu", None
+    activation, held = "silu", None
 
     def __init__(self, recordable: bool) -> None:
         self.recordable = recordable

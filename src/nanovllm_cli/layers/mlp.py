@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Callable
 
 import torch
 
@@ -56,16 +57,27 @@ class MLP:
         if self.cutoff is None and self.limit is None and self.scales is None:
             return self.gate_up.gated(x, self.activation)
         both = self.gate_up(x)
+        if self.limit is not None:
+            return self._held(both)
         gate, up = both[:, : self.num_gates], both[:, self.num_gates :]
         if self.scales is not None:
             self.scales(both)
             return self.ops.gated(gate, up, self.activation)
-        if self.limit is not None:  # SiLU grows wherever it is above 0, so its argument may be held in its place
-            self.ops.clip(gate, -math.inf, self._most_gate)
-            self.ops.clip(up, -self.limit, self.limit)
-            return self.ops.gated(gate, up, self.activation)
         assert self.cutoff is not None
         return self.ops.gated(self.ops.sparse_gate(gate, self.cutoff), up, self.activation)
+
+    @property
+    def held(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
+        """See `mixture.Expert`."""
+        return None if self.limit is None else self._held
+
+    def _held(self, both: torch.Tensor) -> torch.Tensor:
+        """SiLU grows wherever it is above 0, so its argument may be held in its place."""
+        assert self.limit is not None
+        gate, up = both[:, : self.num_gates], both[:, self.num_gates :]
+        self.ops.clip(gate, -math.inf, self._most_gate)
+        self.ops.clip(up, -self.limit, self.limit)
+        return self.ops.gated(gate, up, self.activation)
 
     def slots(self) -> Slots:
         slots = self.gate_up.slots() | self.down.slots() | ({} if self.scales is None else self.scales.slots())
