@@ -164,6 +164,12 @@ OUTER = ("embedding", "head", "per_layer_embedding", "per_layer_projection")
 """Weights that all layers share."""
 
 
+def is_by_head(ours: str) -> bool:
+    """Whether our name is that of a weight which is taken apart by head, and kept in the compute type."""
+    parts = ours.split(".")
+    return parts[0] == "blocks" and parts[2] in {name.removesuffix(".{e}") for name in _BY_HEAD}
+
+
 class WeightFormats:
     """Which format each matrix of a model is kept in: as it is stored, or, for plain weights, as `wanted`.
 
@@ -177,7 +183,7 @@ class WeightFormats:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint) if table is None else table
-        self._plain, self._by_head = self._any_of(PLAIN), self._any_of([f"blocks.{{i}}.{name}.weight" for name in _BY_HEAD])
+        self._plain, self._by_head = self._any_of(PLAIN), self._any_of([name for name in PLAIN if is_by_head(name)])
         self._wanted = wanted
         self._outer = {self._names.get(f"{name}.weight") for name in OUTER}
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
