@@ -78,6 +78,19 @@ def test_the_error_is_at_most_that_of_llama_cpp(ggml: ctypes.CDLL, name: str, ki
         assert square_error(name, ours, x, weighed) <= square_error(name, theirs, x, weighed)
 
 
+@pytest.mark.parametrize("shift", [0.0, 0.01, -0.03])
+@pytest.mark.parametrize("weighed", [False, True])
+def test_of_weights_with_three_values_next_to_nothing_is_lost(weighed: bool, shift: float) -> None:
+    """As those of ternary models are, though two bits have no code halfway between the outermost."""
+    rng = np.random.default_rng(2)
+    x = (rng.choice([-0.1, 0.0, 0.1], (9, 768)) + shift).astype(np.float32)
+    importance = rng.chisquare(1, 768).astype(np.float32) if weighed else None
+    size = float((np.square(x.astype(np.float64)) * (1 if importance is None else importance)).sum())
+    for name in ("Q2_K", "Q4_K", "Q5_K") if shift else K_TYPES:
+        data = encode(name, torch.from_numpy(x), None if importance is None else torch.from_numpy(importance))
+        assert square_error(name, data, x, importance) < 2e-4 * size, name
+
+
 @pytest.mark.parametrize("name", ["Q4_0", "Q4_1", "Q5_0", "Q5_1", "Q8_0"])
 def test_the_plain_types_have_the_bytes_of_llama_cpp(ggml: ctypes.CDLL, name: str) -> None:
     """gguf rounds halves as C does but divides differently: a code in ten thousand may be its neighbour."""

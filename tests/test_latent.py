@@ -19,18 +19,25 @@ from nanovllm_cli.attention.backend import LatentWeights
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.kernels import reference, warm
+from nanovllm_cli.kernels import dense, reference, warm
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.planning.estimate import plan_weights
+from nanovllm_cli.planning.facts import facts_of, reader_of
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.rope_spec import RopeSpec
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import WeightFormats
+from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.shapes import shape_config
+from quantized_checkpoints import fp8
 from quantizing import quantize
 from test_convert_families import fields, make_gguf, tensors
 from test_models import prompts, rope
 from test_quant_engine import difference, expected_logits, logits_of
+from test_quantized_models import FP8_BLOCKS, build
 
 GENERATOR = torch.Generator().manual_seed(23)
 EVEN = {name: value for name, value in SMALL.items() if name != "head_dim"} | {
@@ -431,6 +438,31 @@ def test_matrices_of_heads_count_among_the_weights(ranks: int, tmp_path: Path) -
         assert worker.read_bytes > sum(by_name.values()) - 2 * of_tokens
     finally:
         worker.close()
+
+
+@pytest.mark.parametrize("by_head", [True, False])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_matrices_of_heads_are_foretold_as_large_as_they_become(dtype: str, by_head: bool, tmp_path: Path) -> None:
+    """They are kept as numbers of the compute type, also out of a file that has them in blocks."""
+    sizes = {"num_hidden_layers": 2, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 128}
+    path = write(tmp_path / "m.gguf", random_model(YoutuConfig(**EVEN | sizes)), ["Q8_0"], by_head=by_head)
+    worker = worker_for(path, dtype=dtype)
+    with open_checkpoint(path) as checkpoint:
+        foretold = WeightFormats(checkpoint, open_reader(checkpoint), None).num_bytes(worker.dtype, dense.num_bytes)
+    assert foretold == pytest.approx(worker.weight_bytes, rel=0.1)  # rows are filled up
+
+
+def test_of_headers_alone_matrices_of_heads_are_planned_in_the_compute_type(tmp_path: Path) -> None:
+    """As they are where the weights are there, in whatever others have packed them."""
+    sizes = {"num_hidden_layers": 2, "qk_nope_head_dim": 128, "v_head_dim": 128, "kv_lora_rank": 128}
+    build(tmp_path, YoutuConfig(**EVEN | sizes), fp8("block", "weight_scale_inv"), FP8_BLOCKS)
+    found = []
+    with open_checkpoint(tmp_path) as checkpoint:
+        for alone in (True, False):
+            facts, reader = facts_of(checkpoint, headers_only=alone), reader_of(checkpoint, headers_only=alone)
+            assert (reader is None) == alone
+            found.append(plan_weights(facts, checkpoint, reader, torch.bfloat16, None, dense.num_bytes).num_bytes)
+    assert found[0] == pytest.approx(found[1], rel=0.1)  # kv_a, which is in float32 here, counts as it is stored
 
 
 def test_a_folder_is_quantized_to_a_file(tmp_path: Path) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 
@@ -91,6 +92,26 @@ def test_with_eight_experts_attention_has_more_bits(mix: str, k: str, v: str, o:
     found = types_of(mix, with_experts(spec_of(), 8))
     assert [found[f"blocks.5.{part}.weight"] for part in "kvo"] == [k, v, o]
     assert Counter(found.values()) == counts
+
+
+@pytest.mark.parametrize(
+    ("mix", "o", "down"),
+    [
+        ("q2_k_m", {"Q2_K": 32}, {"Q3_K": 32}),
+        ("q3_k_s", {"Q3_K": 32}, {"Q3_K": 32}),
+        ("q3_k_m", {"Q3_K": 32}, {"Q3_K": 16, "Q4_K": 14, "Q5_K": 2}),
+        ("q3_k_l", {"Q4_K": 32}, {"Q4_K": 32}),
+        ("q4_k_s", {"Q4_K": 32}, {"Q4_K": 32}),
+        ("q4_k_m", {"Q4_K": 32}, {"Q4_K": 16, "Q5_K": 14, "Q6_K": 2}),
+        ("q5_k_m", {"Q5_K": 32}, {"Q5_K": 16, "Q6_K": 16}),
+    ],
+)
+def test_a_falcon_has_the_types_of_llama_cpps_rules_for_falcons(mix: str, o: dict[str, int], down: dict[str, int]) -> None:
+    """As its llama_model_quantize gives them to a Falcon of 32 layers."""
+    found = types_of(mix, replace(spec_of(tied=True), architecture="falcon"))
+    assert Counter(found[f"blocks.{i}.o.weight"] for i in range(32)) == o
+    assert Counter(found[f"blocks.{i}.down.weight"] for i in range(32)) == down
+    assert found["embedding.weight"] == "Q8_0"
 
 
 def test_experts_and_what_is_beside_them_are_as_an_mlp_of_their_layer() -> None:

@@ -11,6 +11,7 @@ is left out (launching kernels, sampling, Python) is little beside some hundred 
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -28,7 +29,7 @@ from nanovllm_cli.models.outline import matrices_of, shapes_of
 from nanovllm_cli.planning.facts import Facts, TensorClass
 from nanovllm_cli.quant.format import Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.loader import DenseBytes, WeightFormats
+from nanovllm_cli.weights.loader import DenseBytes, WeightFormats, is_by_head
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -79,7 +80,7 @@ def plan_weights(
         plain = {each.name: each.count * (head if each.name == "head" else outer) for each in facts.classes if _is_plain(each)}
         kept = {each.name: plain.get(each.name, each.num_bytes) for each in facts.classes}
         numbers = {each.name: each.numbers for each in facts.classes}
-        total = sum(kept.values())
+        total = sum(kept.values()) + _excess_of_heads(facts.spec, checkpoint, dtype)
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
         skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, numbers.get("per layer", 0))
         mixtures = (block.mlp for block in facts.spec.blocks if isinstance(block.mlp, MoESpec))
@@ -100,6 +101,15 @@ def plan_weights(
     skipped, experts = (formats.num_bytes(dtype, dense_bytes, [checkpoint_name(each, names) for each in part]) for part in parts)
     total = formats.num_bytes(dtype, dense_bytes)
     return WeightPlan(name, total, total - skipped, _multiplies(layers.most_common(1)[0][0], dtype, activations), experts)
+
+
+def _excess_of_heads(spec: ModelSpec, checkpoint: Checkpoint, dtype: torch.dtype) -> int:
+    """What weights that are kept in the compute type take beyond what is stored of them, whatever they are packed into."""
+    names = names_of(checkpoint)
+    numbers = {checkpoint_name(ours, names).removesuffix(".weight"): math.prod(shape)
+               for ours, shape in shapes_of(spec).items() if is_by_head(ours)}  # fmt: skip
+    stored = sum(checkpoint.info(name).num_bytes for name in checkpoint.names() if name.rpartition(".")[0] in numbers)
+    return sum(numbers.values()) * dtype.itemsize - stored
 
 
 def _is_plain(outer: TensorClass) -> bool:

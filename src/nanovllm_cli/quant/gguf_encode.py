@@ -134,9 +134,17 @@ def _symmetric(half_code: int, half_sub: int, outwards: float, inwards: float) -
     return _Search(half_code, half_sub, cuts.astype(np.float32))
 
 
+def _with_three_values(found: _Search) -> _Search:
+    """The last candidate gives way to one in which the ends of a range and its middle have codes of their own: of weights with
+    three values, which have no code for the middle where both ends have the outermost, nothing is lost."""
+    cuts = found.cuts.copy()
+    cuts[:, -1] = 0, found.most_code / 2
+    return found._replace(cuts=cuts)
+
+
 # Steps and spreads were chosen by the error on normal and Student-t weights.
 _SEARCHES = {
-    "Q2_K": _affine(3, 15, (-0.3, 0.0, 0.3, 0.6)),
+    "Q2_K": _with_three_values(_affine(3, 15, (-0.3, 0.0, 0.3, 0.6))),
     "Q3_K": _symmetric(4, 32, 0.6, 0.9),
     "Q4_K": _affine(15, 63, (-0.6, -0.2, 0.2, 0.6)),
     "Q5_K": _affine(31, 63, (-0.6, -0.2, 0.2, 0.6)),

@@ -9,7 +9,8 @@
 
 In all of them the head, or an embedding that is the head as well, is Q6_K, or Q8_0 in q8_0. What a row's width doesn't allow
 falls back to a type of 32 columns. A tensor that values share with queries and keys is as attn_v. In a model of 8 experts, which
-have most of its numbers, attn_k and attn_v are Q8_0, and attn_output is Q5_K in mixes of fewer bits. The rules:
+have most of its numbers, attn_k and attn_v are Q8_0, and attn_output is Q5_K in mixes of fewer bits. A Falcon has fewer bits in
+attn_output and ffn_down, and Q8_0 for the head. The rules:
 https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (the exception that it makes for Llama 2's 70B is left out).
 """
 
@@ -29,6 +30,7 @@ _BASES = {
 MIXES = tuple(_BASES)
 _OF_ONE_TYPE = ("q2_k", "q3_k", "q4_k", "q5_k")  # here; llama.cpp's names for mixes
 _FEW_BITS = ("q2_k_m", "q3_k_s", "q3_k_m", "q4_k_s", "q4_k_m")
+_FALCON = "falcon"
 _FILE_TYPES = {"q2_k_m": "MOSTLY_Q2_K", "q3_k": "MOSTLY_Q3_K_M", "q4_k": "MOSTLY_Q4_K_M", "q5_k": "MOSTLY_Q5_K_M"}
 
 
@@ -43,7 +45,7 @@ def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
     wanted = _BASES[mix]
     part = ours.split(".")[-2]
     if part == "head" or (part in ("embedding", "per_layer_embedding") and spec.tied_head):
-        wanted = "Q8_0" if wanted == "Q8_0" else "Q6_K"
+        wanted = "Q8_0" if wanted == "Q8_0" or spec.architecture == _FALCON else "Q6_K"
     elif ours.startswith("blocks."):
         wanted = _in_block(mix, part, int(ours.split(".")[1]), spec) or wanted
     if not _fits(wanted, width):
@@ -72,6 +74,8 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
         if part == "down" and spec.mixture is None:  # those are counted, but all layers as well
             layer -= [block.mlp for block in spec.blocks[:layer]].count(None)
     many = layer < layers // 8 or layer >= 7 * layers // 8 or (layer - layers // 8) % 3 == 2
+    if spec.architecture == _FALCON and part in ("o", "down"):
+        return _in_falcon(mix, part, many, is_first=layer < layers // 16)
     match mix, part:
         case (("q4_k_m" | "q5_k_m"), ("v" | "down")) if many:
             return "Q6_K"
@@ -91,6 +95,22 @@ def _in_block(mix: str, part: str, layer: int, spec: ModelSpec) -> str | None:
             return "Q3_K"
         case "q2_k_m", "v":
             return "Q4_K" if _queries_a_key(spec) >= 4 else "Q3_K"
+    return None
+
+
+def _in_falcon(mix: str, part: str, many: bool, *, is_first: bool) -> str | None:
+    """The same of attn_output and ffn_down of a Falcon. many: whether the layer is one of those with more bits."""
+    match mix, part:
+        case "q4_k_m", "down":
+            return "Q6_K" if is_first else "Q5_K" if many else None
+        case "q5_k_m", "down":
+            return "Q6_K" if many else None
+        case "q3_k_m", "down":
+            return "Q5_K" if is_first else "Q4_K" if many else None
+        case "q3_k_l", _:
+            return "Q4_K"
+        case "q2_k_m", "down":
+            return "Q3_K"
     return None
 
 

@@ -147,9 +147,13 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-_IN_LAYERS = ("router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a", "delta_g_b",
-              "scan_x", "scan_dt", "kv_b", "k_b.{e}", "v_b.{e}", "altup_router", "laurel_left", "laurel_right",
-              "attention_connection", "mlp_connection", "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
+_BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}")
+"""Weights that are taken apart by head: whatever they are stored in, they are kept in the compute type (layers/latent.py)."""
+
+
+_IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a",
+              "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right", "attention_connection",
+              "mlp_connection", "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
               "mlp_norm.gate_out")  # fmt: skip
 _OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight", "last_connection.weight")
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
@@ -158,6 +162,12 @@ PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 
 OUTER = ("embedding", "head", "per_layer_embedding", "per_layer_projection")
 """Weights that all layers share."""
+
+
+def is_by_head(ours: str) -> bool:
+    """Whether our name is that of a weight which is taken apart by head, and kept in the compute type."""
+    parts = ours.split(".")
+    return parts[0] == "blocks" and parts[2] in {name.removesuffix(".{e}") for name in _BY_HEAD}
 
 
 class WeightFormats:
@@ -173,11 +183,15 @@ class WeightFormats:
         self._checkpoint = checkpoint
         self._reader = reader
         self._names = names_of(checkpoint) if table is None else table
-        plain = [re.escape(self._names.get(name, "")) for name in PLAIN]
-        self._plain = re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(plain)))
+        self._plain, self._by_head = self._any_of(PLAIN), self._any_of([name for name in PLAIN if is_by_head(name)])
         self._wanted = wanted
         self._outer = {self._names.get(f"{name}.weight") for name in OUTER}
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
+
+    def _any_of(self, ours: Collection[str]) -> re.Pattern[str]:
+        """The file's names of these, in any layer, of any expert or head."""
+        theirs = [re.escape(self._names.get(name, "")) for name in ours]
+        return re.compile(re.sub(r"\\\{[ie]\\\}", r"\\d+", "|".join(theirs)))
 
     def of(self, ours: str) -> Format | None:
         """By our name; None for the compute type. UsageError where stored and wanted contradict each other."""
@@ -199,7 +213,7 @@ class WeightFormats:
         total = 0.0
         for name in self._reader.names() - left_aside(self._checkpoint, self._reader.names()) if names is None else names:
             shape = self._reader.shape(name)
-            if len(shape) != 2:
+            if len(shape) != 2 or self._by_head.fullmatch(name):
                 total += math.prod(shape) * dtype.itemsize
             elif (form := self._of(name)) is None:
                 total += dense_bytes(shape[0], shape[1], dtype)
