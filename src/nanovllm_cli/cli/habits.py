@@ -157,6 +157,12 @@ def near_flags(flag: str, known: Collection[str]) -> list[str]:
     return [names[word]] if word in names else [names[each] for each in nearest(word, names, cutoff=0.75)]
 
 
+def near_settings(key: str, known: Collection[str]) -> list[str]:
+    """At most three of the settings `known` that a file's key, which is none of them, may stand for: a peer's name, or a slip."""
+    ours = renamed(f"--{key}", {f"--{each}" for each in known})
+    return [ours.removeprefix("--")] if ours else nearest(key, known)
+
+
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:
     """At most three that may have been meant: spelt much alike, or one the beginning of the other (temperature, temp)."""
     names = list(names)
