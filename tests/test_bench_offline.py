@@ -171,6 +171,14 @@ def test_a_real_model_is_measured(tmp_path: Path) -> None:
     assert len(found["series"]["latency_ms"]) == 2
 
 
+@pytest.mark.parametrize(("words", "told"), [("--batch-size 2", True), ("-npl 2 --batch-size 32", False), ("-npl 2", False)])
+def test_vllms_batch_size_is_told_from_ours(tmp_path: Path, words: str, told: bool) -> None:
+    """`vllm bench latency --batch-size 2` has two requests in a batch; here these are tokens in a step."""
+    done = bench(tmp_path, "latency", "tiny", "--input-len", "3", "--output-len", "2", "-r", "1", "--warmup", "0", *words.split())
+    assert done.returncode == 0, done.stderr
+    assert ("a batch has 8 requests, as -npl says" in done.stderr) is told
+
+
 def test_a_table_with_charts_and_a_report(tmp_path: Path) -> None:
     model = f"--random-weights {shape(tmp_path)} --roofline off"
     shown = measured(tmp_path, f"{model} -p 8 -n 3 -d 0,16 -r 1 --plot --report report.html")

@@ -47,6 +47,22 @@ def test_the_table_of_a_real_model(tmp_path: Path) -> None:
         assert record["machine"]["command"].startswith("nanovllm bench tiny -p 40")
 
 
+def test_several_models_stand_between_commas_as_other_values_do(tmp_path: Path) -> None:
+    """llama-bench's `-m a.gguf,b.gguf`; a file whose name has a comma is one model."""
+    from importlib import resources
+
+    for name in ("one", "two,three"):
+        (tmp_path / name).symlink_to(str(resources.files("nanovllm_cli").joinpath("assets", TINY)))
+    words = ["-p", "8", "-n", "0", "-r", "1", "--no-warmup", "--roofline", "off", "-o", "jsonl", "-t", "1"]
+    done = bench(tmp_path, "-m", "one,./one", "-m", "two,three", *words)
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line)["model_filename"].rpartition("/")[2] for line in done.stdout.splitlines()]
+    assert found == ["one", "one", "two,three"]
+    refused = bench(tmp_path, "-m", "one,nosuch", *words)
+    assert refused.returncode == 3
+    assert "no model is called nosuch" in refused.stderr
+
+
 def test_models_that_see_read_made_up_prompts_without_images(tmp_path: Path) -> None:
     """Of so few tokens that the one that stands for images would be drawn by each."""
     seeing_model(tmp_path / "seeing")

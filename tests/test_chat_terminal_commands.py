@@ -122,6 +122,20 @@ def test_a_paste_that_is_too_long_comes_back_as_a_draft(chat: Open, tmp_path: Pa
     is_whole(screen, tmp_path, 0)
 
 
+def test_what_was_pasted_comes_back_as_the_mark_it_was_and_leaves_the_error_in_sight(chat: Open, tmp_path: Path) -> None:
+    screen = chat("tiny")
+    screen.type("see: ")
+    screen.paste("\n".join(f"line {i} of a text" for i in range(1000)) + "\n")  # less than a draft that is shown whole
+    mark = "› see: [text 1: 1,001 lines, 18,890 characters]"
+    screen.expect(mark)
+    screen.press("Enter")
+    screen.expect(lambda text: "error:" in text and text.count(mark) == 2)
+    assert "line 999" not in screen.screen
+    screen.press("C-c")
+    screen.press("C-d")
+    is_whole(screen, tmp_path, 0)
+
+
 def test_arguments_are_completed(chat: Open) -> None:
     screen = chat("tiny")
     screen.type("/thi")

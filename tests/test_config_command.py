@@ -128,6 +128,14 @@ def test_what_the_environment_may_set_a_file_may_set_unless_it_names_a_file(home
         assert f"nanovllm.toml:2: '{key}' is no setting in [run]" in refused.err
 
 
+def test_a_peers_name_in_a_file_is_answered_with_ours_as_on_the_command_line(home: Path) -> None:
+    (home / "nanovllm.toml").write_text("[run]\nmax_tokens = 3\n")
+    told = nanovllm(home, "run", "tiny", "hi").err
+    assert "nanovllm.toml:2: 'max-tokens' is no setting in [run]\nhint: did you mean predict?\n" in told
+    (home / "nanovllm.toml").unlink()
+    assert "did you mean temp?\n" in nanovllm(home, "config", "set", "run.temperature", "0.5").err
+
+
 # ---- what is shown ----
 
 

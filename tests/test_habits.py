@@ -73,6 +73,11 @@ def test_programs_are_known_by_all_their_names() -> None:
     assert habits.command_hint("convert_hf_to_gguf.py", NAMES) == "here it is nanovllm convert"
     assert habits.command_hint("gguf_dump", NAMES) == "here it is nanovllm models show"
     assert habits.command_hint("llama-completion", NAMES) == "here it is nanovllm run MODEL --raw", "not a shell's completions"
+    assert habits.command_hint("main", NAMES) == "here it is nanovllm run", "as llama-cli was called"
+    assert habits.command_hint("llama-fit-params", NAMES) == "here it is nanovllm plan"
+    for theirs, ours in (("gemma3-cli", "mtmd-cli"), ("lookahead", "lookup"), ("speculative-simple", "speculative")):
+        assert habits.command_hint(f"llama-{theirs}", NAMES) == habits.command_hint(f"llama-{ours}", NAMES) is not None
+    assert habits.command_hint("llama-tts", NAMES) == "no speech is made here; models that hear take --audio FILE"
     assert habits.subcommand_hint("models", "remove") == "here it is nanovllm models rm"
     assert habits.subcommand_hint("models", "server") is None
 
@@ -102,6 +107,9 @@ def test_a_flag_that_this_command_has_no_word_for_gets_no_hint() -> None:
     assert habits.option_hint("--temperature", {"--temp"}) == "here it is --temp"
     assert habits.option_hint("--temperature", {"--to"}) is None
     assert habits.option_hint("--nosuch", {"--temp"}) is None
+    told = habits.option_hint("--reasoning-format", FLAGS["run"], "run")
+    assert told is not None
+    assert "--think" not in told, "none and deepseek are no values of it"
     assert habits.option_hint("--max_tokens", {"--predict"}) == "here it is --predict", "as fields of requests are written"
 
 

@@ -103,10 +103,11 @@ class LineEditor:
         if self._keys is not None:
             self._type_ahead(self._keys.take())
         app = self._session.app
+        folded = self._pastes.fold(draft)
         try:
             with _Ending(app) as ending:
                 text = self._session.prompt(
-                    default=draft if len(draft) <= _MAX_KEPT else self._pastes.shorten(draft),
+                    default=folded if len(folded) <= _MAX_KEPT else self._pastes.shorten(draft),
                     pre_run=ending.begin,
                     set_exception_handler=False,
                 )
@@ -204,6 +205,12 @@ class Pastes:
         mark = f"[text {len(self._texts) + 1}: {lines:,} lines, {len(text):,} characters]"
         self._texts[mark] = text
         return mark
+
+    def fold(self, text: str) -> str:
+        """The text with the marks of what was pasted into it: shown whole, it would push what was said before off the screen."""
+        for mark, pasted in sorted(self._texts.items(), key=lambda item: len(item[1]), reverse=True):
+            text = text.replace(pasted, mark)
+        return text
 
     def expand(self, text: str) -> str:
         """The text with what its marks stand for; marks that a pasted text has itself are left alone."""

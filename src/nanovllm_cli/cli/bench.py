@@ -58,7 +58,7 @@ def bench(
     """
     screen = screen_for(messages)
     random = [RANDOM + shape for shape in model.random_weights or []]
-    names = named_models(ctx.obj, [*(model_word or []), *(model.model or []), *random], EXAMPLE)
+    names = named_models(ctx.obj, [*(model_word or []), *model.names(), *random], EXAMPLE)
     sweep = sweep_of(names, model, tests, engine)
     if output.plot and output.output != "md":
         raise UsageError("--plot goes with -o md")

@@ -9,7 +9,7 @@ import typer
 from nanovllm_cli.bench import sweep
 from nanovllm_cli.cli.bench_output import SummaryOutputOptions, percentiles, write_results
 from nanovllm_cli.cli.bench_throughput import LOAD, Shape, chosen_model
-from nanovllm_cli.cli.command import expand, option
+from nanovllm_cli.cli.command import expand, is_typed, option
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load
 from nanovllm_cli.cli.options import AdaptedOptions, EngineOptions, MessageOptions, ModelWord
@@ -64,6 +64,8 @@ def bench_latency(
         raise UsageError("-npl, --input-len, --output-len and -r take numbers from 1 on, --warmup one from 0 on")
     if options.parallel > sweep.MAX_VALUES:
         raise UsageError(f"-npl takes numbers up to {sweep.MAX_VALUES}")
+    if is_typed(ctx, "batch_size") and not is_typed(ctx, "parallel"):  # vLLM's --batch-size is the number of requests
+        screen.say(f"--batch-size is the most tokens in one step; a batch has {options.parallel} requests, as -npl says")
     output.check()
     wanted = percentiles(output.percentiles)
     name = chosen_model(ctx.obj, model_word, model, options.random_weights, EXAMPLE)

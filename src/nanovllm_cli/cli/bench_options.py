@@ -4,6 +4,7 @@ between commas, as ranges (4-64*2, 1-8+1), or by being given again."""
 from __future__ import annotations
 
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm_cli.bench import sweep
@@ -14,7 +15,6 @@ from nanovllm_cli.cli.options import (
     Deterministic,
     Device,
     DType,
-    ModelNames,
     Offline,
     Revision,
 )
@@ -53,7 +53,11 @@ def _several(*flags: str, help: str, panel: str, **more: Any) -> Any:
 class BenchModelOptions:
     """Which models, in which numbers."""
 
-    model: ModelNames = None
+    model: list[str] | None = option(
+        "-m", "--model",
+        help="A path, org/repo[:quant][@revision], or a short name, beside the arguments. Repeatable.",
+        panel=MODEL, metavar="MODEL,…",
+    )
     random_weights: list[str] | None = option(
         "--random-weights",
         help="Made-up weights of a known shape (qwen3-0.6b, llama-3.1-8b, mistral-7b, …) or of a config.json. Repeatable.",
@@ -69,6 +73,10 @@ class BenchModelOptions:
         panel=MODEL, metavar="FORMAT,…",
     )
     activations: ActivationsChoice = EngineConfig().activations
+
+    def names(self) -> list[str]:
+        """What -m names. A file may have a comma in its name."""
+        return [part for text in self.model or [] for part in ([text] if Path(text).exists() else text.split(","))]
 
 
 @dataclass(frozen=True, slots=True)

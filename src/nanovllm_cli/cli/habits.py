@@ -23,7 +23,7 @@ _COMMANDS = {
     "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
     "gguf-dump": "models show", "delete": "models rm", "simple-chat": "chat", "convert-hf-to-gguf": "convert",
     "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize", "embedding": "embed", "embeddings": "embed",
-    "cvector-generator": "control-vector",
+    "cvector-generator": "control-vector", "main": "run", "fit-params": "plan",
 }  # fmt: skip
 
 _VALUES = {
@@ -39,11 +39,18 @@ _VALUES_ELSEWHERE = {
 
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
 _BATCH = "here it is nanovllm run MODEL --batch FILE -o FILE"
+_ENDS = "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server"
+_LOOKUP = "here it is nanovllm run MODEL --speculate 8"
+_SMALLER = "here it is nanovllm run MODEL --draft-model SMALLER"
+_SEES = "here it is nanovllm run MODEL --mmproj FILE --image FILE"
+_RANKS = "nanovllm embed MODEL -f FILE --query TEXT ranks lines, by a reranker or by vectors; a server does at /v1/rerank"
 _NO_COMMANDS = {
     "ps": "nothing stays in memory behind a command; a server says what it holds at /api/ps",
     "help": "nanovllm --help lists the commands, nanovllm COMMAND --help what one of them takes",
     "version": "here it is nanovllm --version",
-    "stop": "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server",
+    "stop": _ENDS,
+    "unload": _ENDS,
+    "load": "nothing stays in memory behind a command; nanovllm serve MODEL keeps a model",
     "create": _ALIAS,
     "cp": _ALIAS,
     "detokenize": "here it is nanovllm tokenize MODEL --decode IDS",
@@ -54,13 +61,22 @@ _NO_COMMANDS = {
     "login": TOKEN,
     "signin": TOKEN,
     "search": "huggingface.co has a search; nanovllm models list --short-names lists what has a short name here",
-    "lookup": "here it is nanovllm run MODEL --speculate 8",
-    "speculative": "here it is nanovllm run MODEL --draft-model SMALLER",
+    "lookup": _LOOKUP,
+    "lookahead": _LOOKUP,
+    "speculative": _SMALLER,
+    "speculative-simple": _SMALLER,
     "export-lora": "here it is nanovllm convert MODEL --lora ADAPTER",
     "convert-lora-to-gguf": "an adapter is taken as it is: nanovllm run MODEL --lora FOLDER",
-    "mtmd-cli": "here it is nanovllm run MODEL --mmproj FILE --image FILE",
+    "mtmd-cli": _SEES,
+    "llava-cli": _SEES,
+    "gemma3-cli": _SEES,
+    "minicpmv-cli": _SEES,
+    "qwen2vl-cli": _SEES,
+    "tts": "no speech is made here; models that hear take --audio FILE",
+    "finetune": "nothing is trained here; --lora PATH takes an adapter that was trained elsewhere",
     "imatrix": "nanovllm quantize --algorithm imatrix measures by itself, --imatrix FILE goes by one that is there",
-    "rerank": "nanovllm embed MODEL -f FILE --query TEXT ranks lines, by a reranker or by vectors; a server does at /v1/rerank",
+    "rerank": _RANKS,
+    "retrieval": _RANKS,
     "infill": "a server does so: nanovllm serve MODEL, then POST /infill",
     "batched-bench": "here it is nanovllm bench MODEL -npl 1,2,4",
     "gguf-split": SPLIT,
@@ -139,6 +155,12 @@ def near_flags(flag: str, known: Collection[str]) -> list[str]:
     word = flag.replace("_", "-").lstrip("-")
     names = {each.lstrip("-"): each for each in sorted(known) if len(each.lstrip("-")) > 2}
     return [names[word]] if word in names else [names[each] for each in nearest(word, names, cutoff=0.75)]
+
+
+def near_settings(key: str, known: Collection[str]) -> list[str]:
+    """At most three of the settings `known` that a file's key, which is none of them, may stand for: a peer's name, or a slip."""
+    ours = renamed(f"--{key}", {f"--{each}" for each in known})
+    return [ours.removeprefix("--")] if ours else nearest(key, known)
 
 
 def nearest(name: str, names: Iterable[str], cutoff: float = 0.6) -> list[str]:

@@ -33,7 +33,7 @@ OPTIONS = {
     "--kv-cache": ("--kv-cache-memory-bytes", "--prompt-cache-bytes"),
     "--kv-cache-dtype": ("--kv-bits", "--kv-group-size", "--quantized-kv-start"),
     "--activations": ("--quantize-activations",),
-    "--think": ("--enable-thinking", "--reasoning-format", "-rea"),
+    "--think": ("--enable-thinking", "-rea"),
     "--chat-template-kwargs": ("--default-chat-template-kwargs", "--chat-template-config"),
     "--stats": ("--show-timings", "--perf"),
     "--url": ("--server-base", "--base-url"),
@@ -308,7 +308,7 @@ EXPLAINED = {
      "--fim-qwen-14b-spec", "--fim-qwen-30b-default", "--gpt-oss-20b-default", "--gpt-oss-120b-default",
      "--vision-gemma-4b-default", "--vision-gemma-12b-default"):
         "a model is named; nanovllm models list --short-names lists short names",
-    ("--skip-chat-parsing",):
+    ("--skip-chat-parsing", "--reasoning-format"):
         "reasoning and calls are told apart from an answer; /v1/completions and nanovllm run --raw have all that a model writes",
     ("--prefill-assistant", "--no-prefill-assistant", "--prefill-response"):
         "a request to /v1/chat/completions says how its answer begins; nanovllm run --raw leaves the template out",

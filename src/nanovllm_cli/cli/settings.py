@@ -24,7 +24,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from nanovllm_cli.cli.habits import nearest
+from nanovllm_cli.cli.habits import near_settings
 from nanovllm_cli.cli.toml_text import TomlText
 from nanovllm_cli.errors import UsageError
 
@@ -241,7 +241,7 @@ def _check_keys(file: SettingsFile, table: tuple[str, ...], settings: object, na
 def _known(file: SettingsFile, path: tuple[str, ...], known: Iterable[str], what: str) -> None:
     name = path[-1] if len(path) == 1 else flag_name(path[-1])
     if name not in (names := sorted(known)):
-        near, hint = nearest(name, names), None
+        near, hint = near_settings(name, names), None
         if near:
             hint = f"did you mean {' or '.join(near)}?"
         elif what == "table":

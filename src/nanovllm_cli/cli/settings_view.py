@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from nanovllm_cli.cli.command_tree import Page, Parameter
-from nanovllm_cli.cli.habits import nearest
+from nanovllm_cli.cli.habits import near_settings, nearest
 from nanovllm_cli.cli.settings import Origin, Settings, SettingsFile, flag_name, user_file, working_folder
 from nanovllm_cli.cli.toml_text import literal
 from nanovllm_cli.errors import UsageError
@@ -136,7 +136,7 @@ def target_of(root: Page, word: str) -> Target:
         variable = f", or as {refused.variables[0]} in the environment" if refused.variables else ""
         raise UsageError(f"--{key} can't be set in a file", f"give it on the command line{variable}")
     known = sorted({name for command in commands for each in command.settings for name in each.setting_names})
-    near = nearest(key, known)
+    near = near_settings(key, known)
     raise UsageError(
         f"{key!r} is no setting of {table or 'any command'}",
         f"did you mean {' or '.join(near)}?" if near else "nanovllm config --all lists them",
