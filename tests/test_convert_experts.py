@@ -87,7 +87,6 @@ WRITTEN = {
     "glm4 moe, norms of heads": "glm4moe",
     "gpt-oss, 2 of 5": "gpt-oss",
     "ernie 4.5, 2 of 5 and shared": "ernie4_5-moe",
-    "ernie 4.5, none shared, every second layer": "ernie4_5-moe",
     "lfm2 moe, 2 of 5": "lfm2moe",
     "granite moe, 2 of 5": "granitemoe",
     "granite 4 h": "granitehybrid",
@@ -291,6 +290,22 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     "a Qwen3-Next of attention alone": (
         lambda: changed(TEXTS["qwen3-next, 3 of 5 and shared"], layer_types=["full_attention"] * 3, mlp_only_layers=[]),
         "a qwen3_next model: attention in all layers",
+    ),
+    "an ERNIE with experts in every second layer": (
+        lambda: TEXTS["ernie 4.5, none shared, every second layer"], "experts in all layers behind the first with some",
+    ),
+    "experts that no bias chooses": (
+        lambda: changed(experts.lfm2().config, use_expert_bias=False), "a lfm2_moe model: .*biases of the choice of experts",
+    ),
+    "a gpt-oss without biases": (
+        lambda: changed(experts.gpt_oss().config, attention_bias=False), "a gpt_oss model: .*biases of attention",
+    ),
+    "a bias behind the attention of a Qwen": (
+        lambda: changed(experts.qwen().config, attention_bias=True), "a qwen3_moe model: blk.0.attn_output.bias",
+    ),
+    "a bias behind the attention of a Hunyuan": (
+        lambda: changed(TEXTS["hunyuan moe, 3 of 5 and shared, another base"], attention_bias=True),
+        "a hunyuan_v1_moe model: blk.0.attn_output.bias",
     ),
     "a clipped OLMoE": (lambda: TEXTS["olmoe, clipped"], "a olmoe model: .*clip"),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),

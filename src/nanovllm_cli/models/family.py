@@ -58,6 +58,11 @@ def has_all(name: str, **parts: bool) -> None:
         raise UnsupportedError(what, "keep the model as a folder")
 
 
+OUT_BIAS = "attn_output.bias"
+MLP_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+"""As GGUF files call them; see `Family.gguf_homeless`."""
+
+
 def has_none(of: str, **parts: bool) -> None:
     """The same for what they have no place for and a model has."""
     if found := [part.replace("_", " ") for part, there in parts.items() if there]:
@@ -150,6 +155,7 @@ class Family:
     # What they say beyond what all do, by keys without the architecture, but for those that begin with a dot, which have none;
     # None: they are not written.
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
+    gguf_homeless: tuple[str, ...] = ()  # endings of names of tensors for which llama.cpp refuses a file
     gguf_gate_up: bool = False  # gate and up of a layer's experts are one tensor
     gguf_parallel: bool = False  # those without norms of MLPs have these read what attention reads, whatever they say in words
     gguf_unread: bool = False  # keys and values of layers that read those of others, which llama.cpp asks for, are there

@@ -18,7 +18,16 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, usual_keys, weight_keys
+from nanovllm_cli.models.family import (
+    ANOTHER,
+    OUT_BIAS,
+    Family,
+    GGUFField,
+    check_usual,
+    has_all,
+    usual_keys,
+    weight_keys,
+)
 from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 from nanovllm_cli.rope_spec import RopeSpec
@@ -139,6 +148,7 @@ HUNYUAN_DENSE = Family(
               for part in ("query", "key")},
     hf=_from_hf,
     gguf=lambda spec, read, key: normed_when_turned(spec),
+    gguf_homeless=(OUT_BIAS,),
 )  # fmt: skip
 HUNYUAN_VL = replace(
     HUNYUAN_DENSE,
