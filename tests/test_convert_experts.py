@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,6 +31,7 @@ from transformers import (
 
 import test_experts as experts
 from engines import SMALL, random_model, save, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import CheckpointView, open_checkpoint
@@ -266,6 +268,14 @@ def test_pages_of_a_stack_are_let_go_while_it_is_read(tmp_path: Path, monkeypatc
     monkeypatch.setattr(CheckpointView, "release", lambda self, name: (released.append(name), release(self, name))[1])
     make_gguf(folder, tmp_path / "m.gguf")
     assert released.count("model.layers.0.block_sparse_moe.input_linear.weight") == 2 * 5
+
+
+def test_what_a_llama_4_says_of_layers_with_a_window_is_of_those_with_chunks(tmp_path: Path) -> None:
+    """Which are all that rotate: llama.cpp has the base for them."""
+    make_gguf(save(random_model(with_tokenizer(TEXTS["llama4, as published"])), tmp_path / "folder"), base := tmp_path / "m.gguf")
+    spec = worker_for(written_anew(base, tmp_path / "changed.gguf", {"llama4.rope.freq_base_swa": 333.0})).spec
+    assert {None if each.rope is None else each.rope.theta for each in spec.attentions} == {None, 333.0}
+    assert spec.each_rope(lambda rope: replace(rope, theta=5e5)) == worker_for(base).spec
 
 
 CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
