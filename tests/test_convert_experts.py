@@ -33,6 +33,7 @@ import test_experts as experts
 from engines import SMALL, random_model, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import CheckpointView, open_checkpoint
 from quantizing import plan_of
@@ -276,6 +277,18 @@ def test_what_a_llama_4_says_of_layers_with_a_window_is_of_those_with_chunks(tmp
     spec = worker_for(written_anew(base, tmp_path / "changed.gguf", {"llama4.rope.freq_base_swa": 333.0})).spec
     assert {None if each.rope is None else each.rope.theta for each in spec.attentions} == {None, 333.0}
     assert spec.each_rope(lambda rope: replace(rope, theta=5e5)) == worker_for(base).spec
+
+
+def test_weights_of_a_hy3s_experts_are_1_together_where_its_file_says_so(tmp_path: Path) -> None:
+    """llama.cpp reads it of this architecture, and means no where nothing is said."""
+    folder = save(random_model(with_tokenizer(TEXTS["hy v3, 3 of 5 and shared"])), tmp_path / "folder")
+    make_gguf(folder, base := tmp_path / "m.gguf")
+
+    def norms(value: bool | None) -> set[bool]:
+        spec = worker_for(written_anew(base, tmp_path / "changed.gguf", {"hy_v3.expert_weights_norm": value})).spec
+        return {block.mlp.norm_topk for block in spec.blocks if isinstance(block.mlp, MoESpec)}
+
+    assert (norms(True), norms(False), norms(None)) == ({True}, {False}, {False})
 
 
 CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {

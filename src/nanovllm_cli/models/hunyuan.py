@@ -14,7 +14,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
@@ -196,6 +196,7 @@ HY_V3 = Family(
     gguf_names={"blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b"},
     peft_names={ours: theirs for ours, theirs in SHARED_NAMES.items() if ".shared." in ours},
     hf=_third_from_hf,
+    gguf=lambda spec, read, key: spec.with_mlps(MoESpec, norm_topk=read.flag(key("expert_weights_norm"), False)),
     gguf_keys=_third_keys,
     mtp_names={**MTP_HF_NAMES, "norm.weight": "model.layers.{i}.final_layernorm.weight"},
 )
