@@ -27,7 +27,7 @@ from nanovllm_cli.models.family import (
     no_file,
 )
 from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
-from nanovllm_cli.models.rotary import check_one_rope, checked_rope, rope_from_gguf, rope_from_hf, stretched, woven
+from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, rope_of_windows, stretched, woven
 from nanovllm_cli.overrides import above_defaults
 from nanovllm_cli.rope_spec import RopeSpec
 
@@ -276,22 +276,6 @@ def _layers_with_rope(read: ConfigReader, family: Family, layers: int) -> list[b
     return [(i + 1) % interval != 0 for i in range(layers)]
 
 
-def _rope_of_windows(
-    rope: RopeSpec, read: ConfigReader, key: Callable[[str], str], family: Family, head_dim: int
-) -> RopeSpec:
-    """Of layers with a window, by a file that has `rope` for the others."""
-    theta = read.number(key("rope.freq_base_swa"), family.local_theta or rope.theta)
-    dim = read.integer(key("rope.dimension_count_swa"), rope.dim)
-    if family.local_theta is not None:  # whose scaling is of layers without a window
-        rope = RopeSpec(rope.dim, theta, interleaved=rope.interleaved, original_len=rope.original_len)
-    if dim == rope.dim:
-        return replace(rope, theta=theta)
-    if rope.short_divisors and dim > rope.dim:
-        raise UnsupportedError(f"{read.where}: {dim} rotary dims of layers with a window, and divisors of {rope.dim}", ANOTHER)
-    short, long = rope.short_divisors[: dim // 2], rope.long_divisors[: dim // 2]  # the first ones count
-    return checked_rope(replace(rope, dim=dim, theta=theta, short_divisors=short, long_divisors=long), head_dim, read)
-
-
 def spec_from_gguf(
     metadata: Mapping[str, Any], family: Family, vocab_size: int, names: set[str], values: ReadValues
 ) -> ModelSpec:
@@ -322,7 +306,7 @@ def spec_from_gguf(
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     rope = rope_from_gguf(read, key, head_dim, max_position, family.interleaved_gguf, values)
-    local = _rope_of_windows(rope, read, key, family, head_dim)
+    local = rope_of_windows(rope, read, key, family.local_theta, head_dim)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,
