@@ -14,7 +14,8 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.families import FULL, SLIDING
-from nanovllm_cli.models.family import ANOTHER, OUT_BIAS, Family, GGUFField, has_none, no_file
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, no_file
+from nanovllm_cli.models.names import OUT_BIAS
 
 _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192}
 

@@ -12,8 +12,8 @@ from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, MLP_BIASES, Family, GGUFField, has_all
-from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import MLP_BIASES, SHARED_NAMES
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:

@@ -15,18 +15,8 @@ from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import (
-    ANOTHER,
-    MLP_BIASES,
-    OUT_BIAS,
-    SQUARED,
-    Family,
-    GGUFField,
-    ReadValues,
-    has_all,
-    no_file,
-)
-from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
+from nanovllm_cli.models.names import MIXTRAL_NAMES, MLP_BIASES, OUT_BIAS, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, rope_of_windows, stretched, woven
 from nanovllm_cli.overrides import above_defaults
 from nanovllm_cli.rope_spec import RopeSpec

@@ -58,11 +58,6 @@ def has_all(name: str, **parts: bool) -> None:
         raise UnsupportedError(what, "keep the model as a folder")
 
 
-OUT_BIAS = "attn_output.bias"
-MLP_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
-"""As GGUF files call them; see `Family.gguf_homeless`."""
-
-
 def has_none(of: str, **parts: bool) -> None:
     """The same for what they have no place for and a model has."""
     if found := [part.replace("_", " ") for part, there in parts.items() if there]:

@@ -18,17 +18,8 @@ from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import (
-    ANOTHER,
-    OUT_BIAS,
-    Family,
-    GGUFField,
-    check_usual,
-    has_all,
-    usual_keys,
-    weight_keys,
-)
-from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, usual_keys, weight_keys
+from nanovllm_cli.models.names import MTP_HF_NAMES, OUT_BIAS, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 from nanovllm_cli.rope_spec import RopeSpec
 

@@ -17,8 +17,8 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import QWEN_KEYS
 from nanovllm_cli.models.families import FULL
-from nanovllm_cli.models.family import OUT_BIAS, Family, GGUFField, has_all, no_file
-from nanovllm_cli.models.names import POST_HF_NAMES, QWEN_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
+from nanovllm_cli.models.names import OUT_BIAS, POST_HF_NAMES, QWEN_NAMES, SANDWICH_GGUF_NAMES
 from nanovllm_cli.rope_spec import RopeSpec
 
 
