@@ -6,6 +6,7 @@ from __future__ import annotations
 import json
 import math
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +31,9 @@ from transformers import (
 
 import test_experts as experts
 from engines import SMALL, random_model, save, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import MoESpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import CheckpointView, open_checkpoint
 from quantizing import plan_of
@@ -87,7 +90,6 @@ WRITTEN = {
     "glm4 moe, norms of heads": "glm4moe",
     "gpt-oss, 2 of 5": "gpt-oss",
     "ernie 4.5, 2 of 5 and shared": "ernie4_5-moe",
-    "ernie 4.5, none shared, every second layer": "ernie4_5-moe",
     "lfm2 moe, 2 of 5": "lfm2moe",
     "granite moe, 2 of 5": "granitemoe",
     "granite 4 h": "granitehybrid",
@@ -269,6 +271,26 @@ def test_pages_of_a_stack_are_let_go_while_it_is_read(tmp_path: Path, monkeypatc
     assert released.count("model.layers.0.block_sparse_moe.input_linear.weight") == 2 * 5
 
 
+def test_what_a_llama_4_says_of_layers_with_a_window_is_of_those_with_chunks(tmp_path: Path) -> None:
+    """Which are all that rotate: llama.cpp has the base for them."""
+    make_gguf(save(random_model(with_tokenizer(TEXTS["llama4, as published"])), tmp_path / "folder"), base := tmp_path / "m.gguf")
+    spec = worker_for(written_anew(base, tmp_path / "changed.gguf", {"llama4.rope.freq_base_swa": 333.0})).spec
+    assert {None if each.rope is None else each.rope.theta for each in spec.attentions} == {None, 333.0}
+    assert spec.each_rope(lambda rope: replace(rope, theta=5e5)) == worker_for(base).spec
+
+
+def test_weights_of_a_hy3s_experts_are_1_together_where_its_file_says_so(tmp_path: Path) -> None:
+    """llama.cpp reads it of this architecture, and means no where nothing is said."""
+    folder = save(random_model(with_tokenizer(TEXTS["hy v3, 3 of 5 and shared"])), tmp_path / "folder")
+    make_gguf(folder, base := tmp_path / "m.gguf")
+
+    def norms(value: bool | None) -> set[bool]:
+        spec = worker_for(written_anew(base, tmp_path / "changed.gguf", {"hy_v3.expert_weights_norm": value})).spec
+        return {block.mlp.norm_topk for block in spec.blocks if isinstance(block.mlp, MoESpec)}
+
+    assert (norms(True), norms(False), norms(None)) == ({True}, {False}, {False})
+
+
 CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     "weights of all experts": (lambda: experts.qwen(norm_topk_prob=False).config, "a qwen3_moe model: norm_topk"),
     "weights that are scaled": (
@@ -291,6 +313,22 @@ CAN_NOT_BE_SAID: dict[str, tuple[Any, str]] = {
     "a Qwen3-Next of attention alone": (
         lambda: changed(TEXTS["qwen3-next, 3 of 5 and shared"], layer_types=["full_attention"] * 3, mlp_only_layers=[]),
         "a qwen3_next model: attention in all layers",
+    ),
+    "an ERNIE with experts in every second layer": (
+        lambda: TEXTS["ernie 4.5, none shared, every second layer"], "experts in all layers behind the first with some",
+    ),
+    "experts that no bias chooses": (
+        lambda: changed(experts.lfm2().config, use_expert_bias=False), "a lfm2_moe model: .*biases of the choice of experts",
+    ),
+    "a gpt-oss without biases": (
+        lambda: changed(experts.gpt_oss().config, attention_bias=False), "a gpt_oss model: .*biases of attention",
+    ),
+    "a bias behind the attention of a Qwen": (
+        lambda: changed(experts.qwen().config, attention_bias=True), "a qwen3_moe model: blk.0.attn_output.bias",
+    ),
+    "a bias behind the attention of a Hunyuan": (
+        lambda: changed(TEXTS["hunyuan moe, 3 of 5 and shared, another base"], attention_bias=True),
+        "a hunyuan_v1_moe model: blk.0.attn_output.bias",
     ),
     "a clipped OLMoE": (lambda: TEXTS["olmoe, clipped"], "a olmoe model: .*clip"),
     "weights of an OLMoE that are": (lambda: changed(experts.olmoe().config, norm_topk_prob=True), "a olmoe model: norm_topk"),

@@ -184,6 +184,38 @@ def test_what_llama_cpp_takes_for_granted_is_there_or_refused(
         make_gguf(folder, tmp_path / "made.gguf")
 
 
+HOMELESS = {
+    "arcee": ({"attention_bias": True}, "arcee model: blk.0.attn_output.bias"),
+    "arcee, biases, tied": ({"attention_bias": False}, "arcee model: blk.0.ffn_down.bias, blk.0.ffn_up.bias"),
+    "qwen3": ({"attention_bias": True}, "qwen3 model: blk.0.attn_output.bias"),
+    "gemma": ({"attention_bias": True}, "gemma model: blk.0.attn_output.bias"),
+    "gemma2, caps, window in every other layer": ({"attention_bias": True}, "gemma2 model: blk.0.attn_output.bias"),
+    "gemma3, ropes of two bases": ({"attention_bias": True}, "gemma3 model: blk.0.attn_output.bias"),
+    "command r": ({"attention_bias": True}, "cohere model: blk.0.attn_output.bias"),
+    "command r7b": ({"attention_bias": True}, "cohere2 model: blk.0.attn_output.bias"),
+    "ernie 4.5, biases": ({}, "ernie4_5 model: blk.0.ffn_down.bias, blk.0.ffn_gate.bias"),
+    "seed-oss": ({"attention_out_bias": True}, "seed_oss model: blk.0.attn_output.bias"),
+    "seed-oss, other biases": ({"attention_out_bias": False, "mlp_bias": True}, "seed_oss model: blk.0.ffn_down.bias"),
+    "smollm3": ({"attention_bias": True}, "smollm3 model: blk.0.attn_output.bias"),
+    "hunyuan, another base": ({"attention_bias": True}, "hunyuan_v1_dense model: blk.0.attn_output.bias"),
+    "olmo2, group 1": ({"attention_bias": True}, "olmo2 model: blk.0.attn_output.bias"),
+    "olmo3": ({"attention_bias": True}, "olmo3 model: blk.0.attn_output.bias"),
+    "jais 2": ({"mlp_bias": False}, "jais2 model: that it has no biases of MLPs"),
+}
+
+
+@pytest.mark.parametrize("case", HOMELESS)
+def test_biases_that_llama_cpp_has_no_place_for_are_refused_and_those_that_it_asks_for_are_there(
+    case: str, tmp_path: Path
+) -> None:
+    """llama.cpp says of such files that they have a wrong number of tensors, or that one was not found."""
+    changes, words = HOMELESS[case]
+    config = with_tokenizer(TEXTS[case])
+    folder = save(random_model(type(config)(**config.to_dict() | changes)), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=f"GGUF cannot say this of a {words}"):
+        make_gguf(folder, tmp_path / "made.gguf")
+
+
 def test_folders_are_not_made_of_other_families_files(tmp_path: Path) -> None:
     arch, config, add = CASES["granite"]
     path = write(tmp_path / "m.gguf", arch, random_model(config), add)

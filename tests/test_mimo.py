@@ -112,3 +112,11 @@ def test_configs_that_can_not_be_followed(changes: dict[str, Any], kind: type[Na
     config = PUBLISHED | changes
     with pytest.raises(kind, match=said):
         spec_from_hf(config, hf_family(config))
+
+
+def test_a_kind_of_layers_whose_share_of_rotary_dims_is_left_out_has_the_usual_one(tmp_path: Path) -> None:
+    bases = {"full_attention": 5e6, "sliding_attention": 500.0}
+    sections = {kind: {"rope_type": "default", "rope_theta": base} for kind, base in bases.items()}
+    config = MiMoV2FlashConfig(**SMALL | {"num_hidden_layers": 4, "num_key_value_heads": 3}, **MIMO, rope_parameters=sections)
+    model, tokens = random_model(config), prompts(512)
+    assert difference(logits_of(worker_for(save(model, tmp_path)), tokens), expected_logits(model, tokens)) < 1e-4

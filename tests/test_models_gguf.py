@@ -651,6 +651,21 @@ def test_layers_with_a_window_may_have_a_base_of_their_own(keys: dict[str, Any],
         assert new == (old if old.window is None else replace(old, rope=replace(old.rope, theta=333.0)))
 
 
+@pytest.mark.parametrize("kind", ["gemma2", "gemma3"])
+def test_layers_with_a_window_may_rotate_another_share_of_their_heads(kind: str, tmp_path: Path) -> None:
+    """llama.cpp's `load_hparams` reads it for all architectures."""
+    arch, config, add = CASES[kind]
+    base, key = write(tmp_path / "m.gguf", arch, random_model(config), add), f"{arch}.rope.dimension_count_swa"
+    before = worker_for(base).spec.attentions
+    after = worker_for(written_anew(base, tmp_path / "changed.gguf", {key: 4})).spec.attentions
+    assert None in {each.window for each in after} != {None}
+    for old, new in zip(before, after, strict=True):
+        assert old.rope is not None
+        assert new == (old if old.window is None else replace(old, rope=replace(old.rope, dim=4)))
+    with pytest.raises(CheckpointError, match="rotary dims do not fit heads"):
+        worker_for(written_anew(base, tmp_path / "broken.gguf", {key: 1000}))
+
+
 def test_a_list_of_windows_has_an_entry_a_layer(tmp_path: Path) -> None:
     def pattern(writer: Writer, config: Any) -> None:
         gemma2(writer, config)

@@ -15,6 +15,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.families import FULL, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, no_file
+from nanovllm_cli.models.names import OUT_BIAS
 
 _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192}
 
@@ -81,6 +82,7 @@ COHERE = Family(
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_keys=_keys,
+    gguf_homeless=(OUT_BIAS,),
 )
 COHERE2 = replace(
     COHERE,

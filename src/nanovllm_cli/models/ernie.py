@@ -12,8 +12,8 @@ from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
-from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
+from nanovllm_cli.models.names import MLP_BIASES, SHARED_NAMES
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -36,14 +36,12 @@ def _with_experts_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    """Each so many-th layer has experts, from the first one that has some."""
-    mixture, has_experts = spec.mixture, [isinstance(block.mlp, MoESpec) for block in spec.blocks]
-    if mixture is None:
+    """llama.cpp asks for experts in all layers from the first one that has some, whatever a file says."""
+    has_experts = [isinstance(block.mlp, MoESpec) for block in spec.blocks]
+    if not any(has_experts):
         return {}
-    first = has_experts.index(True)
-    layers = range(spec.num_layers)
-    steps = (n for n in range(1, spec.num_layers + 1) if has_experts == [i >= first and (i + 1) % n == 0 for i in layers])
-    return {"interleave_moe_layer_step": next(steps, 1)}
+    has_all(spec.architecture, experts_in_all_layers_behind_the_first_with_some=all(has_experts[has_experts.index(True) :]))
+    return {"interleave_moe_layer_step": 1}
 
 
 _DEFAULTS = {"rope_theta": 5e5, "max_position_embeddings": 131072, "rms_norm_eps": 1e-5}
@@ -54,6 +52,7 @@ ERNIE4_5 = Family(
     tied_by_default=True,
     defaults=_DEFAULTS | {"head_dim": 128, "num_key_value_heads": 2},
     hf=_from_hf,
+    gguf_homeless=MLP_BIASES,
 )
 PADDLEOCR = replace(
     ERNIE4_5, name="paddleocr", interleaved=False, interleaved_gguf=False, gguf_keys=section_keys,

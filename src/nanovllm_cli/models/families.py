@@ -15,9 +15,9 @@ from nanovllm_cli.mixer_spec import AttentionSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, no_file
-from nanovllm_cli.models.names import MIXTRAL_NAMES, QWEN_NAMES
-from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, stretched, woven
+from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
+from nanovllm_cli.models.names import MIXTRAL_NAMES, MLP_BIASES, OUT_BIAS, QWEN_NAMES
+from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, rope_of_windows, stretched, woven
 from nanovllm_cli.overrides import above_defaults
 from nanovllm_cli.rope_spec import RopeSpec
 
@@ -40,10 +40,18 @@ LLAMA_BOTH_WAYS = replace(LLAMA, name="llama_bidirec", gguf_name="llama-embed", 
 EUROBERT = Family("eurobert", both_ways=True, defaults={"rms_norm_eps": 1e-5, "max_position_embeddings": 8192})
 MISTRAL = Family("mistral", gguf_name="llama", has_window=True, interleaved_gguf=True, defaults=_MISTRAL_DEFAULTS)
 QWEN2 = Family("qwen2", qkv_bias=True, has_window=True, window_switch="use_sliding_window", defaults=_QWEN_DEFAULTS)
-QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window",
+QWEN3 = Family("qwen3", qk_norm=True, has_window=True, window_switch="use_sliding_window", gguf_homeless=(OUT_BIAS,),
                defaults=_QWEN_DEFAULTS | {"head_dim": 128})  # fmt: skip
+
+
+def _biased(spec: ModelSpec) -> dict[str, GGUFField]:
+    biases = {"biases_of_attention": spec.attention.qkv_bias and spec.attention.out_bias, "biases_of_MLPs": spec.mlps[0].bias}
+    has_all(spec.architecture, **biases)
+    return {}
+
+
 ARCEE = Family(
-    "arcee", interleaved_gguf=True, ungated=SQUARED, gguf_activation="relu2",
+    "arcee", interleaved_gguf=True, ungated=SQUARED, gguf_activation="relu2", gguf_homeless=(OUT_BIAS, *MLP_BIASES),
     defaults={"hidden_act": "relu2", "rms_norm_eps": 1e-5, "max_position_embeddings": 4096},
 )  # fmt: skip
 CWM = replace(
@@ -58,7 +66,7 @@ HELIUM = replace(
     defaults={"rms_norm_eps": 1e-8, "rope_theta": 1e5, "head_dim": 128, "max_position_embeddings": 4096},
 )  # fmt: skip
 JAIS2 = Family(
-    "jais2", layer_norm=True, shifted=True, ungated=SQUARED, gguf_activation="relu2",
+    "jais2", layer_norm=True, shifted=True, ungated=SQUARED, gguf_activation="relu2", gguf_keys=_biased,
     defaults={"hidden_act": "relu2", "layer_norm_eps": 1e-5, "attention_bias": True, "mlp_bias": True,
               "max_position_embeddings": 8192},
 )  # fmt: skip
@@ -112,9 +120,11 @@ SEED_OSS = Family(
     "seed_oss", gguf_names={"blocks.{i}.mlp_norm.weight": "blk.{i}.post_attention_norm.weight"},
     hf=lambda spec, read: spec.with_attention(out_bias=read.flag("attention_out_bias", False)),
     defaults={"attention_bias": True, "head_dim": 128, "num_key_value_heads": 8, "max_position_embeddings": 524288},
+    gguf_homeless=(OUT_BIAS, *MLP_BIASES),
 )  # fmt: skip
 SMOLLM3 = Family(
     "smollm3", has_window=True, window_switch="use_sliding_window", no_rope_every=4, interleaved_gguf=True, tied_by_default=True,
+    gguf_homeless=(OUT_BIAS, *MLP_BIASES),
     defaults={"rope_theta": 2e6, "num_key_value_heads": 4, "max_position_embeddings": 32768},
 )  # fmt: skip
 VOXTRAL = replace(LLAMA, name="voxtral", gguf_name="llama", defaults={
@@ -288,9 +298,7 @@ def spec_from_gguf(
         raise UnsupportedError("keys and values of different lengths are not supported", ANOTHER)
     max_position = read.integer(key("context_length"), 2048)
     rope = rope_from_gguf(read, key, head_dim, max_position, family.interleaved_gguf, values)
-    local = replace(rope, theta=read.number(key("rope.freq_base_swa"), family.local_theta or rope.theta))
-    if family.local_theta is not None:  # whose scaling is of layers without a window
-        local = RopeSpec(dim=rope.dim, theta=local.theta, interleaved=rope.interleaved, original_len=rope.original_len)
+    local = rope_of_windows(rope, read, key, family.local_theta, head_dim)
     attention = AttentionSpec(
         num_heads=heads,
         num_kv_heads=kv_heads,

@@ -151,6 +151,7 @@ class Family:
     # What they say beyond what all do, by keys without the architecture, but for those that begin with a dot, which have none;
     # None: they are not written.
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}
+    gguf_homeless: tuple[str, ...] = ()  # endings of names of tensors for which llama.cpp refuses a file
     gguf_gate_up: bool = False  # gate and up of a layer's experts are one tensor
     gguf_parallel: bool = False  # those without norms of MLPs have these read what attention reads, whatever they say in words
     gguf_unread: bool = False  # keys and values of layers that read those of others, which llama.cpp asks for, are there

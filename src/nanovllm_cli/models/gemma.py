@@ -14,7 +14,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec, NormSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, no_file
-from nanovllm_cli.models.names import POST_HF_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import OUT_BIAS, POST_HF_NAMES, SANDWICH_GGUF_NAMES
 
 SANDWICH_HF_NAMES = POST_HF_NAMES | {
     "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",
@@ -117,6 +117,7 @@ GEMMA = Family(
     hf=_first_from_hf,
     gguf=_from_gguf,
     gguf_activation="gelu_tanh",
+    gguf_homeless=(OUT_BIAS,),
 )
 PALI_GEMMA = replace(GEMMA, config=_prompt_apart, gguf_like=no_file("PaliGemma"), defaults={
     **GEMMA.defaults, "vocab_size": 257152, "hidden_size": 2048, "num_hidden_layers": 18, "intermediate_size": 16384,
@@ -139,6 +140,7 @@ GEMMA2 = Family(
     gguf=_gemma2_from_gguf,
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(2),
+    gguf_homeless=(OUT_BIAS,),
 )  # fmt: skip
 PALI_GEMMA2 = replace(GEMMA2, config=_prompt_apart, gguf_like=no_file("PaliGemma 2"))
 VAULT_GEMMA = replace(
@@ -169,6 +171,7 @@ GEMMA3 = Family(
     gguf=_gemma3_from_gguf,
     gguf_activation="gelu_tanh",
     gguf_keys=_sandwich_keys(6),
+    gguf_homeless=(OUT_BIAS,),
 )  # fmt: skip
 GEMMA_EMBEDDING = replace(GEMMA3, gguf_name="gemma-embedding", both_ways=True)
 """As its GGUF files call it; a folder's config says that tokens see those behind them."""

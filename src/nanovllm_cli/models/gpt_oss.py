@@ -12,7 +12,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import Family, GGUFField
+from nanovllm_cli.models.family import Family, GGUFField, has_all
 from nanovllm_cli.models.names import MATRICES, weights_and_biases
 
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -55,6 +55,7 @@ def _mixture(mlp: MLPSpec | MoESpec, read: ConfigReader) -> MoESpec:
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     mixture = spec.mixture
+    has_all(spec.architecture, biases_of_attention=spec.attention.qkv_bias and spec.attention.out_bias)
     return {} if mixture is None else {"expert_feed_forward_length": mixture.expert.intermediate_size}
 
 

@@ -14,12 +14,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, usual_keys, weight_keys
-from nanovllm_cli.models.names import MTP_HF_NAMES, QWEN_NAMES, SHARED_NAMES, projections
+from nanovllm_cli.models.names import MTP_HF_NAMES, OUT_BIAS, QWEN_NAMES, SHARED_NAMES, projections
 from nanovllm_cli.models.rotary import checked_rope, normed_when_turned, rope_section
 from nanovllm_cli.rope_spec import RopeSpec
 
@@ -139,6 +139,7 @@ HUNYUAN_DENSE = Family(
               for part in ("query", "key")},
     hf=_from_hf,
     gguf=lambda spec, read, key: normed_when_turned(spec),
+    gguf_homeless=(OUT_BIAS,),
 )  # fmt: skip
 HUNYUAN_VL = replace(
     HUNYUAN_DENSE,
@@ -186,6 +187,7 @@ HY_V3 = Family(
     gguf_names={"blocks.{i}.router.selection_bias": "blk.{i}.exp_probs_b"},
     peft_names={ours: theirs for ours, theirs in SHARED_NAMES.items() if ".shared." in ours},
     hf=_third_from_hf,
+    gguf=lambda spec, read, key: spec.with_mlps(MoESpec, norm_topk=read.flag(key("expert_weights_norm"), False)),
     gguf_keys=_third_keys,
     mtp_names={**MTP_HF_NAMES, "norm.weight": "model.layers.{i}.final_layernorm.weight"},
 )

@@ -13,7 +13,7 @@ from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
-from nanovllm_cli.models.family import Family, GGUFField, no_file
+from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import modules, weights_and_biases
 
 CONV, ATTENTION = "conv", "full_attention"
@@ -134,6 +134,11 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {"attention.head_count_kv": heads, "shortconv.l_cache": 1 if conv is None else conv.width}
 
 
+def _moe_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    has_all(spec.architecture, biases_of_the_choice_of_experts=spec.mixture is None or spec.mixture.selection_bias)
+    return _keys(spec)
+
+
 _DEFAULTS = {"rope_theta": 1e6, "norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 8,
              "num_attention_heads": 32, "conv_L_cache": 3, "vocab_size": 65536, "num_hidden_layers": 32}  # fmt: skip
 LFM2 = Family(
@@ -162,6 +167,7 @@ LFM2_MOE = replace(
     hf_names=_MOE_NAMES,
     hf=_moe_from_hf,
     gguf=_moe_from_gguf,
+    gguf_keys=_moe_keys,
 )  # fmt: skip
 LFM3 = replace(
     LFM2,

@@ -15,7 +15,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.names import each_expert, projections
-from nanovllm_cli.models.rotary import without_growth
+from nanovllm_cli.models.rotary import checked_rope, without_growth
 from nanovllm_cli.rope_spec import TemperatureSpec
 
 CHUNK, LEAST_CHUNK = 8192, 64
@@ -81,6 +81,8 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -
         raise UnsupportedError(f"{read.where}: a Llama 4 without chunks, or without experts", ANOTHER)
     chunks = [None if attention.rope is None else CHUNK for attention in spec.attentions]
     normed = spec.mixture.num_experts != _UNNORMED
+    if read.has(theta := key("rope.freq_base_swa")):  # which layers with chunks have, and no others rotate
+        spec = spec.each_rope(lambda rope: checked_rope(replace(rope, theta=read.number(theta)), spec.attention.head_dim, read))
     return _in_layers(_made(spec, read.where), chunks, normed, TemperatureSpec(CHUNK, 0.1, 1))
 
 

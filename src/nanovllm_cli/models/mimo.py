@@ -40,9 +40,14 @@ def _by_layers(config: Mapping[str, Any]) -> Mapping[str, Any]:
         found["mlp_only_layers"] = [layer for layer, flag in enumerate(has_some) if not flag]
     if type(size := found.get("sliding_window_size")) is int:
         found["sliding_window"] = size + 1
-    if found.get("rope_parameters") is None:
+    sections, share = found.get("rope_parameters"), found.get("partial_rotary_factor", _SHARE)
+    if isinstance(sections, Mapping):
+        found["rope_parameters"] = {
+            kind: {"partial_rotary_factor": share, **section} if isinstance(section, Mapping) else section
+            for kind, section in sections.items()
+        }
+    if sections is None:
         bases = {FULL: found.get("rope_theta", _BASE), SLIDING: found.get("swa_rope_theta", _LOCAL_BASE)}
-        share = found.get("partial_rotary_factor", _SHARE)
         found["rope_parameters"] = {kind: {"rope_theta": base, "partial_rotary_factor": share} for kind, base in bases.items()}
     return found
 

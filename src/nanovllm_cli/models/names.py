@@ -70,6 +70,10 @@ GGUF_NAMES = {
 }  # fmt: skip
 """A file has the experts of a layer in one tensor; weights/stacked.py takes it apart."""
 
+OUT_BIAS = "attn_output.bias"
+MLP_BIASES = ("ffn_gate.bias", "ffn_up.bias", "ffn_down.bias")
+"""As GGUF files call them; see `Family.gguf_homeless`."""
+
 POST_HF_NAMES = {
     "blocks.{i}.after_attention_norm.weight": "model.layers.{i}.post_attention_layernorm.weight",
     "blocks.{i}.after_mlp_norm.weight": "model.layers.{i}.post_feedforward_layernorm.weight",

@@ -18,7 +18,7 @@ from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.experts import QWEN_KEYS
 from nanovllm_cli.models.families import FULL
 from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
-from nanovllm_cli.models.names import POST_HF_NAMES, QWEN_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.models.names import OUT_BIAS, POST_HF_NAMES, QWEN_NAMES, SANDWICH_GGUF_NAMES
 from nanovllm_cli.rope_spec import RopeSpec
 
 
@@ -109,6 +109,7 @@ OLMO2 = Family(
     hf_names=POST_HF_NAMES,
     gguf_names=SANDWICH_GGUF_NAMES,
     gguf=_from_gguf,
+    gguf_homeless=(OUT_BIAS,),
 )
 OLMO3 = replace(
     OLMO2,

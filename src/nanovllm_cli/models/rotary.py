@@ -230,6 +230,22 @@ def woven(spec: ModelSpec, sections: tuple[int, int, int]) -> ModelSpec:
     return spec.each_rope(lambda own: replace(own, sections=own.sections or sections, woven=True))
 
 
+def rope_of_windows(
+    rope: RopeSpec, read: ConfigReader, key: Callable[[str], str], local_theta: float | None, head_dim: int
+) -> RopeSpec:
+    """Of layers with a window, by a file that has `rope` for the others. local_theta: see `Family`."""
+    theta = read.number(key("rope.freq_base_swa"), local_theta or rope.theta)
+    dim = read.integer(key("rope.dimension_count_swa"), rope.dim)
+    if local_theta is not None:  # whose scaling is of layers without a window
+        rope = RopeSpec(rope.dim, theta, interleaved=rope.interleaved, original_len=rope.original_len)
+    if dim == rope.dim:
+        return replace(rope, theta=theta)
+    if rope.short_divisors and dim > rope.dim:
+        raise UnsupportedError(f"{read.where}: {dim} rotary dims of layers with a window, and divisors of {rope.dim}", ANOTHER)
+    short, long = rope.short_divisors[: dim // 2], rope.long_divisors[: dim // 2]  # the first ones count
+    return checked_rope(replace(rope, dim=dim, theta=theta, short_divisors=short, long_divisors=long), head_dim, read)
+
+
 def checked_rope(rope: RopeSpec, head_dim: int, read: ConfigReader) -> RopeSpec:
     """It, if it has what the kernels and the formulas of layers/rope.py take for granted."""
     if not 2 <= rope.dim <= head_dim or rope.dim % 2:

@@ -144,6 +144,7 @@ def gguf_header(
 
     Raises UnsupportedError for what GGUF cannot say of this family.
     """
+    _check_places(family, names)
     builder = HeaderBuilder(family.gguf_name or family.name)
     own = family.config(text_config(checkpoint.config))
     config = {**family.defaults, **own}
@@ -412,6 +413,14 @@ def _typed(value: Any) -> GGUFValue:
         return GGUFValue(value, GGUFValueType.ARRAY, items[type(value[0])])
     kinds = {bool: GGUFValueType.BOOL, int: GGUFValueType.UINT32, str: GGUFValueType.STRING}
     return GGUFValue(value, kinds[type(value)])
+
+
+def _check_places(family: Family, names: set[str]) -> None:
+    """Refuses what would make a file that llama.cpp doesn't open."""
+    if homeless := sorted(name for name in names if name.endswith(family.gguf_homeless)):
+        raise UnsupportedError(
+            f"GGUF cannot say this of a {family.name} model: {some(homeless)}", "keep the model as a Hugging Face folder"
+        )
 
 
 def _check(
