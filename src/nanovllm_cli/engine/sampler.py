@@ -174,8 +174,9 @@ class Sampler:
             for seq_id in share.draws:
                 state = self._states.get(seq_id)
                 if state is not None and state.position > share.num_drawn:
-                    anew = self._states[seq_id] = self._state(state.new)
+                    anew = self._state(state.new)
                     anew.repeat(state, share.num_drawn)
+                    self._states[seq_id] = anew  # when it is whole: this may be broken off, too
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
         """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,
