@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -207,3 +208,20 @@ def test_inside_reasoning_everything_but_the_end_is_allowed() -> None:
         assert [each for each in range(VOCAB + 9) if guide.allows(each)] == list(range(256))
         guide.accept(token_id)
     assert [each for each in range(VOCAB + 9) if guide.allows(each)] == [ord("y")]
+
+
+def test_a_draw_that_is_broken_off_is_repeated_alike(sampler: Sampler, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Behind its masks; which way it goes then is what it was."""
+    steps = [logits_of(seed, "abxyz"[seed % 3 :]) for seed in range(24)]
+    for seq_id in range(8):
+        add(sampler, seq_id, trusts=False)
+        whole = [draws(sampler, [seq_id], step) for step in steps]
+        add(sampler, seq_id, trusts=False)
+        again = []
+        for step in steps:
+            with monkeypatch.context() as broken:
+                broken.setattr(sampler, "_put_logprobs", Mock(side_effect=MemoryError))
+                with pytest.raises(MemoryError):
+                    draws(sampler, [seq_id], step)
+            again.append(draws(sampler, [seq_id], step))
+        assert again == whole

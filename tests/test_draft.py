@@ -136,6 +136,16 @@ def test_it_guesses_up_to_what_it_is_not_sure_of(folder: Path) -> None:
     assert counts[0] > counts[1] > counts[2] > counts[3] == 0
 
 
+def test_guesses_that_it_leaves_out_are_not_counted_as_computed(folder: Path, other: Path) -> None:
+    """Each token is fed once, but the last, and beside them what was guessed in vain."""
+    for least in (0.0, 0.3, 0.6):
+        engine = drafting(folder, other, draft_min_p=least)
+        (output,) = run(engine, [(PROMPT, ASKED["greedy"])])
+        metrics, num_drawn = output.metrics, output.outputs[0].num_tokens
+        in_vain = metrics.num_guessed_tokens - metrics.num_held_tokens
+        assert engine.stats().scheduled_tokens == len(PROMPT) + num_drawn - 1 + in_vain
+
+
 def test_who_is_never_right_is_asked_less_and_less(folder: Path, other: Path) -> None:
     engine = drafting(folder, other)
     (output,) = run(engine, [(LONG[:9], greedy(50, logit_bias=dict.fromkeys(range(250), -100.0)))])

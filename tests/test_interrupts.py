@@ -101,6 +101,17 @@ def test_ctrl_c_while_a_model_draws_takes_nothing_from_another_stream() -> None:
             assert not llm.engine.has_unfinished()
 
 
+def test_ctrl_c_while_a_request_is_added_leaves_none_behind() -> None:
+    """Of an iterator, too, which names its requests itself."""
+    config = EngineConfig(num_blocks=64, threads=1)
+    with LLM("tiny", config=config, offline=True) as llm:
+        requests = [(str(i), [5, 6, 7], SamplingParams(max_tokens=3)) for i in range(3)]
+        for line in range(1, 150, 7):
+            assert interrupted_at(line, BOOKS[2:3], lambda: list(llm.generate_iter(iter(requests))))
+            assert not llm.engine.has_unfinished(), line
+            assert not llm.engine.moved, line
+
+
 def test_held_waits_for_the_end_and_the_second_one_does_not() -> None:
     done = []
 

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import numpy as np
 import pytest
@@ -17,6 +18,7 @@ from numpy.typing import NDArray
 from nanovllm_cli.engine.plan import Drawn, NewSequence, Scheduled
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sampling_chain import Chain
+from nanovllm_cli.engine.sampling_state import SequenceState
 from nanovllm_cli.kernels.cpu_sampling import Edits, no_change, packed_bits
 from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
 from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT
@@ -321,6 +323,23 @@ def test_steps_that_are_broken_off_are_repeated_from_what_was_remembered() -> No
             sampler.sample([0], step)
         sampler.keep([Scheduled(0, [7], 4, [0], (0,), prompt_len=2)])
         assert [sampler.sample([0], step)[0].token_ids[0] for step in steps[3:]] == whole[3:]
+
+
+def test_so_they_are_where_that_is_broken_off_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch.manual_seed(1)
+    steps, params = [torch.randn(1, 257) * 3 for _ in range(8)], SamplingParams(repetition_penalty=3.0, seed=3)
+    whole = tokens_of(sampled(params, *steps))
+    sampler = Sampler(257)
+    sampler.add(NewSequence(0, [1, 2], params, 3, ()))
+    for step in steps[:6]:
+        sampler.sample([0], step)
+    told = [Scheduled(0, [7], 4, [0], (0,), prompt_len=2)]
+    with monkeypatch.context() as broken:
+        broken.setattr(SequenceState, "append", Mock(side_effect=KeyboardInterrupt))
+        with pytest.raises(KeyboardInterrupt):
+            sampler.keep(told)
+    sampler.keep(told)
+    assert [sampler.sample([0], step)[0].token_ids[0] for step in steps[3:]] == whole[3:]
 
 
 def test_a_gpu_leaves_them_to_the_cpus_sampler() -> None:

@@ -295,8 +295,7 @@ class LLM:
         try:
             while True:
                 for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(request_id, ids, params_for(params, 1)[0])
-                    running.add(request_id)
+                    self._add(request_id, ids, params_for(params, 1)[0], running)
                 if not running:
                     return
                 for output in self._readers.step(running, only_last=True):
@@ -428,9 +427,9 @@ class LLM:
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"
 
-    def _add(self, request_id: str, ids: Sequence[int], params: SamplingParams) -> None:
+    def _add(self, request_id: str, ids: Sequence[int], params: SamplingParams, running: set[str] | None = None) -> None:
         salt = self.cache_salt(len(ids))
-        self._readers.use(lambda engine: engine.add(request_id, ids, params, cache_salt=salt))
+        self._readers.add(request_id, lambda engine: engine.add(request_id, ids, params, cache_salt=salt), running)
 
     def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
         """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were

@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class Readers:
-    """use() the engine to add requests, step() until they are finished, and drop() them in the end.
+    """add() requests, or use() the engine for that, step() until they are finished, and drop() them in the end.
 
     Each but drop raises UsageError in a forked process, and when the engine is closed.
     """
@@ -49,6 +49,16 @@ class Readers:
                 result = action(self._engine)
                 self._end_dropped()
                 return result
+
+    def add(self, request_id: str, action: Callable[[Engine], None], running: set[str] | None = None) -> None:
+        """Does it, in this thread's turn, and puts the id into `running`: Ctrl-C comes behind both."""
+
+        def added(engine: Engine) -> None:
+            action(engine)
+            if running is not None:
+                running.add(request_id)
+
+        self.use(added)
 
     def step(self, wanted: Collection[str], *, only_last: bool = False) -> list[RequestOutput]:
         """What is new of the wanted requests, after a step if nothing is. What the step does for others, such as a stream that

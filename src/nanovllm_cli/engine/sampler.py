@@ -39,7 +39,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import lru_cache
 from weakref import WeakValueDictionary
 
@@ -174,8 +174,9 @@ class Sampler:
             for seq_id in share.draws:
                 state = self._states.get(seq_id)
                 if state is not None and state.position > share.num_drawn:
-                    anew = self._states[seq_id] = self._state(state.new)
+                    anew = self._state(state.new)
                     anew.repeat(state, share.num_drawn)
+                    self._states[seq_id] = anew  # when it is whole: this may be broken off, too
 
     def start_masks(self, seq_ids: Sequence[int]) -> None:
         """Begins to compute what constraints allow these sequences, while the model runs elsewhere; where it is not called,
@@ -274,7 +275,7 @@ class Sampler:
             draw.kept, draw.setting = drawn.kept[index], settings[index]
             if draw.mask is not None:
                 is_told = not draw.state.is_filtered or bool(draw.kept[NUM_KEPT])
-                draw.state.expects_allowed = bool(drawn.largest_allowed[index]) and is_told
+                draw.expects_allowed = bool(drawn.largest_allowed[index]) and is_told
 
     def _draw_by_steps(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of those that go through steps in an order of their own."""
@@ -338,7 +339,8 @@ class Sampler:
 @dataclass(slots=True, eq=False)
 class _Draw:
     """One sequence's draw of a step, from one row of logits. mask: what it may draw; None for everything. kept, setting: what
-    filters left, and what they were. ends: it draws nothing, its constraint being fulfilled."""
+    filters left, and what they were. ends: it draws nothing, its constraint being fulfilled. expects_allowed: what becomes its
+    state's."""
 
     seq_id: int
     state: SequenceState
@@ -350,6 +352,10 @@ class _Draw:
     kept: Ids | None = None
     setting: NDArray[np.float64] | None = None
     ends: bool = False
+    expects_allowed: bool = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.expects_allowed = self.state.expects_allowed
 
     @property
     def is_open(self) -> bool:
@@ -380,8 +386,9 @@ class _Draw:
             self.error = nothing_drawn(is_finite=token_id != NOT_FINITE)
 
     def taken(self) -> Drawn:
-        """Moves the sequence on."""
+        """Moves the sequence on. Until here its state is as it was: what is broken off is drawn again alike."""
         if self.error is None and not self.ends:
+            self.state.expects_allowed = self.expects_allowed
             try:
                 self.state.append(self.token_id)
             except NanovllmError as error:

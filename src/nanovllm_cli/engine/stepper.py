@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm_cli.engine.executor import Executor, RunsAhead
-from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.scheduler import Result, Scheduler
 from nanovllm_cli.errors import LostError, NanovllmError
 
@@ -24,7 +24,7 @@ Outcome = tuple[StepOutput, dict[int, str]]
 class _Flight(NamedTuple):
     """A step. is_started: before `outcome` is called, so that another one may be started behind it."""
 
-    num_tokens: int
+    scheduled: list[Scheduled]
     outcome: Callable[[], Outcome]
     is_started: bool
 
@@ -55,18 +55,17 @@ class Stepper:
             self._flight = None
             self._scheduler.rewind()
             raise
-        self.num_tokens += flight.num_tokens
+        self.num_tokens += sum([len(output.fed(share)) for share in flight.scheduled])
         return self._scheduler.apply(output, failures)
 
     def _start(self, plan: Plan) -> _Flight:
-        num_tokens = sum(len(scheduled.token_ids) for scheduled in plan.scheduled)
         if self._ahead is not None:
             try:
                 result = self._ahead.submit(plan)
-                return _Flight(num_tokens, lambda: (result(), {}), True)
+                return _Flight(plan.scheduled, lambda: (result(), {}), True)
             except Exception:
                 logger.warning("a step could not be started", exc_info=True)
-        return _Flight(num_tokens, lambda: self._execute(plan), False)
+        return _Flight(plan.scheduled, lambda: self._execute(plan), False)
 
     def _start_next(self, ahead: RunsAhead) -> _Flight | None:
         plan = self._scheduler.plan_ahead()
@@ -78,7 +77,7 @@ class Stepper:
             logger.warning("a step could not be started ahead", exc_info=True)
             self._scheduler.forget_ahead()
             return None
-        return _Flight(len(plan.scheduled), lambda: (result(), {}), True)
+        return _Flight(plan.scheduled, lambda: (result(), {}), True)
 
     def _execute(self, plan: Plan) -> Outcome:
         """Runs the plan. Where that raises, runs its halves, and theirs, until only those fail that fail alone.
