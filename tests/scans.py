@@ -11,7 +11,7 @@ from deltas import GUESSED, MAX_GUESSES, Chunks, Share
 from emulation.compare import close_to_rounding, random
 from nanovllm_cli.kernels import scan, state_rules
 from nanovllm_cli.kernels.states import States
-from nanovllm_cli.mixer_spec import ScanSpec
+from nanovllm_cli.state_spec import ScanSpec
 
 Kernels = tuple[Callable[..., torch.Tensor], Callable[..., torch.Tensor]]
 """Of the convolution, and of the scan."""

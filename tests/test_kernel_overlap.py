@@ -44,8 +44,8 @@ from nanovllm_cli.kernels.scale_sums import scale_sums
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
 from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.unpack import unpack
-from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.format import Integer
+from nanovllm_cli.state_spec import ScanSpec
 from test_kernel_block_gemv import weights
 
 pytestmark = [*emulation_alone, pytest.mark.skipif(bool(PTX or SANITIZE), reason="dependent launch is for the plain emulation")]

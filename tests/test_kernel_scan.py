@@ -16,7 +16,7 @@ from nanovllm_cli.kernels import state_rules
 from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.scan_parts import scan_parts
 from nanovllm_cli.kernels.selective_scan import selective_scan
-from nanovllm_cli.mixer_spec import ScanSpec
+from nanovllm_cli.state_spec import ScanSpec
 from scans import CASES, Case, Kept, Kernels, check, check_repeated, check_same_bits
 
 pytestmark = needs_emulation

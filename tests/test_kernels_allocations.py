@@ -14,10 +14,10 @@ import torch
 from numba.core.runtime import _nrt_python
 
 from nanovllm_cli.kernels import altups, connections, cpu, cpu_experts, cpu_numbers
-from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.format_names import parse_format
+from nanovllm_cli.state_spec import ScanSpec
 from scans import Case, Kept
 from test_kernels_cpu import GENERATOR, Paged, randn
 from test_kv_quant import QuantizedPaged

@@ -37,8 +37,8 @@ from nanovllm_cli.kernels.scan_parts import scan_parts
 from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.sparse_gate import sparse_gate
 from nanovllm_cli.kernels.states import States
-from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.quant.format import Integer
+from nanovllm_cli.state_spec import ScanSpec
 from ptx.device import PtxMachine
 from test_ptx import OFFSETS, run
 

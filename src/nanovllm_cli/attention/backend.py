@@ -10,8 +10,9 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.rope_spec import RopeSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""

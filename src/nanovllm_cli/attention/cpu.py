@@ -26,7 +26,8 @@ from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, IndexerSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 
 class Chunks(NamedTuple):

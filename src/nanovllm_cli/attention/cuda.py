@@ -53,7 +53,8 @@ from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, pr
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256

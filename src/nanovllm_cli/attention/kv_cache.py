@@ -17,7 +17,8 @@ from typing import Protocol
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, MixerSpec, PairSpec, StateSpec, state_in
+from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
+from nanovllm_cli.state_spec import ConvSpec, StateSpec
 
 ALIGNMENT = 64
 """Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""

@@ -8,8 +8,9 @@ from dataclasses import replace
 from typing import Any, TypeVar
 
 from nanovllm_cli.distributed.division import Division
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvolvedSpec, DeltaSpec, MixerSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, ConvolvedSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.state_spec import DeltaSpec
 
 Mixer = TypeVar("Mixer", bound=MixerSpec)
 

@@ -23,7 +23,7 @@ from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.warm import Kind, warm_up
 from nanovllm_cli.layers.kit import Share
-from nanovllm_cli.mixer_spec import ConvSpec, DeltaSpec, ScanSpec, state_in
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
@@ -38,6 +38,7 @@ from nanovllm_cli.quant.divided import Divided
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 MOST_DRAFTED = 4 if simd_planes.SEVERAL else 8
 """Where four rows are multiplied in one pass they take half as long again as one, and eight two and a half times as long.

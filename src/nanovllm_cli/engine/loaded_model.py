@@ -23,7 +23,7 @@ from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.latent import gates_before_queries
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec, LatentSpec, PairSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.rotary import rescaled
@@ -33,6 +33,7 @@ from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.state_spec import DeltaSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint

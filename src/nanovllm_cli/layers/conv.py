@@ -11,7 +11,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.mixer_spec import ConvSpec
+from nanovllm_cli.state_spec import ConvSpec
 
 
 class ShortConv(Projected):

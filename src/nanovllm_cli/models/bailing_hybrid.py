@@ -9,7 +9,6 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import (
@@ -24,6 +23,7 @@ from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, 
 from nanovllm_cli.models.kimi import KIMI_LINEAR, by_usual_names, channel_delta
 from nanovllm_cli.models.names import SHARED_NAMES, projections
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
+from nanovllm_cli.state_spec import DeltaSpec
 
 _LEAST_FLOOR = -100.0
 """Less is not believed: what is kept would be nothing."""

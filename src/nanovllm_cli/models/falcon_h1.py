@@ -11,12 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec, PairSpec, state_in
+from nanovllm_cli.mixer_spec import PairSpec, state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, Folding, GGUFField, Sections
 from nanovllm_cli.models.mamba import MAMBA_GGUF_NAMES, mamba_from_gguf, mamba_from_hf, mamba_gguf_keys, mamba_hf_names
 from nanovllm_cli.models.names import projections
+from nanovllm_cli.state_spec import DeltaSpec
 
 _LAYER = "model.layers.{i}"
 _NAMES = mamba_hf_names(f"{_LAYER}.mamba") | {

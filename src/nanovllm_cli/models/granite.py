@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
@@ -20,6 +20,7 @@ from nanovllm_cli.models.mamba import MAMBA_GGUF_NAMES, mamba_from_gguf, mamba_f
 from nanovllm_cli.models.names import MATRICES, each_expert, weights_and_biases
 from nanovllm_cli.models.rotary import checked_rope
 from nanovllm_cli.rope_spec import RopeSpec
+from nanovllm_cli.state_spec import DeltaSpec
 
 _EXPERTS = "model.layers.{i}.block_sparse_moe"
 _MOE_NAMES = {

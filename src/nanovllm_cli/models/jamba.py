@@ -8,13 +8,14 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
 from nanovllm_cli.models.names import each_expert, projections
 from nanovllm_cli.models.scan import SCAN_GGUF_NAMES, scan_from_gguf, scan_from_hf, scan_gguf_keys, scan_hf_names
+from nanovllm_cli.state_spec import ScanSpec
 
 _LAYER = "model.layers.{i}"
 _KEYS = {name: f"mamba_{theirs}" for name, theirs in {

@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import LATENT_GGUF_NAMES, LATENT_HF_NAMES, latent_dims, latent_from_gguf, with_latents
@@ -15,6 +14,7 @@ from nanovllm_cli.models.experts import ExpertKeys, only_behind_the_first, score
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
 from nanovllm_cli.models.names import MIXTRAL_NAMES, projections
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
+from nanovllm_cli.state_spec import DeltaSpec
 
 _MAX_HEAD_DIM = 1 << 14
 _USUAL = {

@@ -6,9 +6,9 @@ import math
 from collections.abc import Callable
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, GGUFField
+from nanovllm_cli.state_spec import DeltaSpec
 
 MAX_TAPS = 64
 _NO_LIMITS = (None, [0.0, math.inf], [0.0, {"__float__": "Infinity"}])

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, DeltaSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
@@ -22,6 +22,7 @@ from nanovllm_cli.models.mamba import (
     mamba_hf_names,
 )
 from nanovllm_cli.models.names import each_expert, projections, weights_and_biases
+from nanovllm_cli.state_spec import DeltaSpec
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"
 _LETTERS = {

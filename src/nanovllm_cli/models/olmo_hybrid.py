@@ -7,13 +7,13 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.mixer_spec import DeltaSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import Family, no_file
 from nanovllm_cli.models.names import POST_HF_NAMES, projections
 from nanovllm_cli.models.qwen_next import ATTENTION, LINEAR, check_activation, kinds_of_layers, with_delta
 from nanovllm_cli.models.rotary import rope_section
+from nanovllm_cli.state_spec import DeltaSpec
 
 EPS = 1e-5
 """Of the norm behind the delta rule, whatever a config has for the others."""

@@ -7,11 +7,11 @@ from dataclasses import replace
 from typing import Literal
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import ScanSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, GGUFField
 from nanovllm_cli.models.mamba import MAX_TAPS, check_kind
 from nanovllm_cli.models.names import projections
+from nanovllm_cli.state_spec import ScanSpec
 
 MAX_STATE = 1024
 """Numbers of a channel's state; those that are published have 16."""

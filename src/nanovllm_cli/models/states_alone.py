@@ -11,7 +11,6 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import DeltaSpec, ScanSpec, StateSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
@@ -31,6 +30,7 @@ from nanovllm_cli.models.scan import (
     scan_gguf_keys,
     scan_hf_names,
 )
+from nanovllm_cli.state_spec import DeltaSpec, ScanSpec, StateSpec
 
 USUAL_CONTEXT = 1 << 20
 """Tokens of the longest sequence unless somebody asks for more: what llama.cpp's converter writes into files of such models."""

@@ -8,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AheadSpec, DeltaSpec, MixerSpec, PairSpec
+from nanovllm_cli.mixer_spec import AheadSpec, MixerSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, check_usual, no_file
 from nanovllm_cli.models.mamba import checked_mamba, mamba_hf_names
 from nanovllm_cli.models.names import projections
+from nanovllm_cli.state_spec import DeltaSpec
 
 _STATE, _LED = "linear_attention", "hybrid"
 _KINDS = {"mamba": _STATE, _STATE: _STATE, _LED: _LED}

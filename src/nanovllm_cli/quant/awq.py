@@ -20,10 +20,11 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 # Scales are mean |x| ** exponent; 0 is none.
 EXPONENTS = tuple(i / 10 for i in range(10))

@@ -16,11 +16,12 @@ https://github.com/ggml-org/llama.cpp, src/llama-quant.cpp (the exception that i
 
 from __future__ import annotations
 
-from nanovllm_cli.mixer_spec import DeltaSpec, MixerSpec, attention_in
+from nanovllm_cli.mixer_spec import MixerSpec, attention_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quant.format_names import BLOCK_TYPES
 from nanovllm_cli.quant.gguf_blocks import block_type
 from nanovllm_cli.quant.gguf_types import FILE_TYPES
+from nanovllm_cli.state_spec import DeltaSpec
 from nanovllm_cli.weights.convert_tensors import NARROW
 
 _BASES = {

@@ -12,13 +12,14 @@ from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.mixer_spec import AttentionSpec, ConvSpec, DeltaSpec, LatentSpec, PairSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
 from nanovllm_cli.quant.format import Blocks, Format
 from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_format
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 from nanovllm_cli.weights.convert_delta import has_own_order
 from nanovllm_cli.weights.convert_names import gguf_family_of
 from nanovllm_cli.weights.convert_stacked import stack_name

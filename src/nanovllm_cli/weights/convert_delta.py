@@ -9,9 +9,10 @@ from functools import partial
 
 import torch
 
-from nanovllm_cli.mixer_spec import DeltaSpec, ScanSpec, state_in
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
+from nanovllm_cli.state_spec import DeltaSpec, ScanSpec
 from nanovllm_cli.weights.convert_tensors import Step
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")

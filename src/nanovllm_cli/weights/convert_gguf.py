@@ -18,12 +18,13 @@ from gguf.metadata import Metadata
 from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec, ScanSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family, GGUFField
 from nanovllm_cli.rope_spec import RopeSpec
+from nanovllm_cli.state_spec import ScanSpec
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
