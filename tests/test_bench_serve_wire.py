@@ -33,7 +33,7 @@ def test_events_with_one_cut_and_an_empty_read(cut: int) -> None:
 
 
 def test_an_event_has_a_limit() -> None:
-    for endless in (b"x" * 50, b"data: x\n" * 20, b"data: " + b"x" * 30 + b"\ndata: " + b"y" * 30):
+    for endless in (b"x" * 50, b"data: x\n" * 20, b"data:\n" * 20, b"data: " + b"x" * 30 + b"\ndata: " + b"y" * 30):
         reader = EventReader(max_event_bytes=40)
         parts = [endless[i : i + 10] for i in range(0, len(endless), 10)]
         with pytest.raises(StreamError, match="more than 40 bytes"):

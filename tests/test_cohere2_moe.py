@@ -75,7 +75,7 @@ def test_configs_of_others_are_refused(what: str) -> None:
 
 UNSAYABLE: dict[str, tuple[str, dict[str, Any], str]] = {
     "sums": (AVERAGED, {"shared_expert_combination_strategy": "sum"}, "cohere2_moe model: averaged"),
-    "biases": (BY_SOFTMAX, {"attention_bias": True}, "biases of attention"),
+    "biases": (BY_SOFTMAX, {"attention_bias": True}, "blk.0.attn_output.bias"),
     "an MLP behind experts": (BY_SOFTMAX, {"mlp_layer_types": ["sparse", "dense"]}, "experts in all layers behind the first"),
     "no experts": (BY_SOFTMAX, {"mlp_layer_types": ["dense", "dense"]}, "that it has no experts"),
     "no positions in a first layer": (AVERAGED, {"prefix_dense_sliding_window_pattern": 3}, "cohere2_moe model: rope"),

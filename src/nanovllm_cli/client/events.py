@@ -65,7 +65,7 @@ class EventReader:
         value = value.removeprefix(b" ")
         if field == b"data":
             self._data.append(value)
-            self._data_bytes += len(value)
+            self._data_bytes += len(line) + 1  # lines without anything are kept, too
         elif field == b"event":
             self._is_error = value == b"error"
         return None
