@@ -22,7 +22,7 @@ from transformers import (
 )
 
 from engines import random_model, save, worker_for
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.quant.sensitivity import Candidate
@@ -33,9 +33,11 @@ from nanovllm_cli.quantization.plan import Choices, make_plan
 from nanovllm_cli.quantization.texts import bundled_text
 from quantizing import TINY, digest_of, plan_of, quantize
 from test_convert import SETTINGS as SETTINGS_OF_TINY
+from test_convert_families import make_gguf, with_tokenizer
 from test_experts import EXPERTS, SHAPE
 from test_latent import CONFIGS
 from test_llm import write_byte_tokenizer
+from test_models import CASES as MODELS
 from test_models import FALCON_H1, GRANITE, GRANITE_4_H, JAMBA, LING_3, NEMOTRON, NEMOTRON_EXPERTS
 from test_quant_engine import difference, logits_of
 from test_quantize_model import StopAt
@@ -165,3 +167,10 @@ def test_experts_that_nobody_takes_do_not_count() -> None:
     made = [(count, [Candidate(form, bits, error) for form, bits, error in zip(forms, (4.0, 8.0), errors, strict=True)])
             for count, errors in ((3, (0.4, 0.1)), (1, (0.8, 0.3)), (0, (9.0, 9.0)))]  # fmt: skip
     assert _together(made) == [Candidate(forms[0], 12.0, 0.5), Candidate(forms[1], 24.0, pytest.approx(0.15))]
+
+
+def test_where_no_type_has_rows_of_a_models_widths_that_is_told(tmp_path: Path) -> None:
+    folder = save(random_model(with_tokenizer(MODELS["qwen3"])), tmp_path / "model")
+    make_gguf(folder, tmp_path / "model.gguf")
+    with pytest.raises(UsageError, match=r"^nothing would be quantized: token_embd.weight .*: no type has rows of 48"):
+        plan_of("q8_0", tmp_path / "model.gguf")

@@ -220,7 +220,9 @@ def make_plan(original: Original, choices: Choices) -> Plan:
                 f"--tensor-type {pattern.pattern!r}: no weight is left that it fits", f"weights are called {names}"
             )
     if all(item.format is None for item in items):
-        raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
+        if patterns or not notes:
+            raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
+        raise UsageError(f"nothing would be quantized: {notes[0]}", "leave the model as it is, or take another format")
     before = {stored.name for item in items if item.format is not None and (stored := reader.format(item.weight.source))}
     if before:
         notes.append(f"weights were {', '.join(sorted(before))} already; what that lost is in none of the figures here")
