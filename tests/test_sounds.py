@@ -88,6 +88,15 @@ def test_a_stream_whose_length_nobody_wrote_is_read_to_its_end(length: int) -> N
     assert len(samples_of(streamed[:-1], "it")) == 4000, "half a sample is none"
 
 
+def test_a_recording_that_was_cut_off_before_its_lengths_were_written_is_read_to_its_end() -> None:
+    data = saved(np.full(4000, 0.1))
+    place = data.index(b"data") + 4
+    begun = data[:4] + bytes(4) + data[8:place] + bytes(4) + data[place + 4 :]
+    assert (samples_of(begun, "it") == samples_of(data, "it")).all()
+    empty = data[:place] + bytes(4) + b"LIST" + struct.pack("<I", 8000) + bytes(8000)
+    assert "shorter" in refused(empty), "what was written to its end has no samples"
+
+
 @pytest.mark.parametrize("rate", [1000, 8000, 11025, 22050, 44100, 44101, 48000, 192_000])
 def test_a_tone_at_another_rate_is_the_same_tone(rate: int) -> None:
     hertz, seconds = 0.38 * min(rate, RATE), 2.0 if rate < 8000 else 0.5

@@ -65,6 +65,8 @@ def read_wave(data: bytes, where: str) -> Wave:
             if form is None:
                 break
             length = long if long and length == _IN_DS64 else length
+            if length == int.from_bytes(data[4:8], "little") == 0:  # both are written when a recording ends
+                length = len(data)
             rate, channels, width, is_float = form
             return Wave(rate, channels, width, is_float, memoryview(data)[place : min(place + length, len(data))])
         place += length + length % 2
