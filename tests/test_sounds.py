@@ -328,7 +328,7 @@ def test_what_is_no_sound_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits", "told"), [(7, 8, "compressed kind 0x7"), (1, 40, "40 bits"), (3, 16, "16 bits"), (2, 4, "0x2")]
+    ("kind", "bits", "told"), [(7, 8, "compressed kind 0x7"), (1, 40, "40 bits"), (3, 16, "floats of 16 bits"), (2, 4, "0x2")]
 )
 def test_wav_files_of_other_samples_are_refused_by_name(kind: int, bits: int, told: str) -> None:
     form = struct.pack("<HHIIHH", kind, 1, RATE, RATE * 2, bits // 8, bits)
