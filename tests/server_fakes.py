@@ -166,6 +166,7 @@ class FakeGenerates:
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
+        caller: Caller,
         *,
         priority: int = 0,
         normalize: bool = True,
@@ -176,6 +177,7 @@ class FakeGenerates:
         self.priorities.append(priority)
         self.poolings.append(pooling)
         self.mosts.append(most)
+        self.callers.append(caller)
         vectors = [[0.0, 1.0, 0.0, 0.0] if text[:1] == "x" else [0.6, 0.8, 0.0, 0.0] for text in texts]
         return [[number * (1 if normalize else 2) for number in each] for each in vectors], sum(len(text) for text in texts)
 

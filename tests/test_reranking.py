@@ -23,6 +23,7 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.server import engine_process
+from nanovllm_cli.server.ports import Caller
 from nanovllm_cli.server.served_models import ModelSettings, open_text_side
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -101,6 +102,7 @@ class Generates(FakeGenerates):
         model: str | None,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
+        caller: Caller,
         *,
         priority: int = 0,
         normalize: bool = True,

@@ -162,10 +162,12 @@ class Checks:
 class Log(Observer):
     def __init__(self) -> None:
         self.lines: list[str] = []
+        self.callers: list[Caller | None] = []
 
     def accepted(
         self, model: str, operation: Operation, prompt_len: int, params: SamplingParams | None, caller: Caller | None
     ) -> Watch:
+        self.callers.append(caller)
         log = self.lines
         log.append(f"accepted {operation}")
 
@@ -565,7 +567,7 @@ def test_what_could_never_fit_is_refused_before_it_is_read(run: Any, monkeypatch
         house.chat(tools),
         house.generator.encode_chat(house.model, chat, CALLER),
         house.generator.complete(house.model, TextAsked(text, SamplingParams()), CALLER),
-        house.generator.embed(house.model, [text], "mean"),
+        house.generator.embed(house.model, [text], "mean", CALLER),
     ):
         with pytest.raises(ApiError, match="at least") as caught:
             run(refused)
@@ -717,7 +719,7 @@ def test_what_the_engine_does_not_take_was_refused(run: Any) -> None:
         run(house.chat(asked()))
     assert house.log.lines == ["accepted chat", "end 400", "refused m 400"]
     with pytest.raises(ApiError) as caught:
-        run(house.generator.embed(house.model, ["a", "b"], "mean"))
+        run(house.generator.embed(house.model, ["a", "b"], "mean", CALLER))
     assert not caught.value.was_taken
 
 
@@ -766,37 +768,43 @@ def test_many_vectors_hold_up_nobody(run: Any, monkeypatch: pytest.MonkeyPatch) 
 
     monkeypatch.setattr(generation, "unit", watched)
     house = House()
-    run(house.generator.embed(house.model, ["a", "bb"], "mean"))
+    run(house.generator.embed(house.model, ["a", "bb"], "mean", CALLER))
     assert on_loop == [False, False]
+
+
+def test_who_asked_for_vectors_is_told_of_each(run: Any) -> None:
+    house = House()
+    run(house.generator.embed(house.model, ["a", "bb"], "mean", CALLER))
+    assert house.log.callers == [CALLER, CALLER]
 
 
 def test_texts_are_cut_where_that_is_asked_for(run: Any) -> None:
     """To so many tokens, or to what the context holds; a text of megabytes is not read whole."""
     house = House()
     limit = FACTS.context_len
-    _, count = run(house.generator.embed(house.model, ["a" * 600, "bb", [1] * 7], "mean", most=5))
+    _, count = run(house.generator.embed(house.model, ["a" * 600, "bb", [1] * 7], "mean", CALLER, most=5))
     assert count == 5 + 2 + 5
-    _, count = run(house.generator.embed(house.model, ["a" * 5_000_000], "mean", most=-1))
+    _, count = run(house.generator.embed(house.model, ["a" * 5_000_000], "mean", CALLER, most=-1))
     assert count == limit
     for bad in (0, limit + 1):
         with pytest.raises(ApiError, match=f"between 1 and {limit} tokens") as refused:
-            run(house.generator.embed(house.model, ["a"], "mean", most=bad))
+            run(house.generator.embed(house.model, ["a"], "mean", CALLER, most=bad))
         assert refused.value.param == "truncate_prompt_tokens"
 
 
 def test_embeddings_have_length_one(run: Any) -> None:
     house = House()
-    (first, second), count = run(house.generator.embed(house.model, ["a", [1, 2]], "mean", priority=-2))
+    (first, second), count = run(house.generator.embed(house.model, ["a", [1, 2]], "mean", CALLER, priority=-2))
     assert count == 3
     assert house.engine.priorities == [-2, -2]
     assert list(first) == pytest.approx([0.6, 0.0, 0.8])
     assert math.hypot(*second) == pytest.approx(1)
     with pytest.raises(ApiError):
-        run(house.generator.embed(House(error=ApiError(503, "gone")).model, ["a", "b"], "mean"))
+        run(house.generator.embed(House(error=ApiError(503, "gone")).model, ["a", "b"], "mean", CALLER))
     with pytest.raises(ApiError) as caught:
-        run(house.generator.embed(house.model, ["a" * 600], "mean"))
+        run(house.generator.embed(house.model, ["a" * 600], "mean", CALLER))
     assert (caught.value.code, caught.value.param) == ("context_length_exceeded", "input")
     for bad in ([300], "x" * 1_000_000):
         with pytest.raises(ApiError) as caught:
-            run(house.generator.embed(house.model, [bad], "mean"))
+            run(house.generator.embed(house.model, [bad], "mean", CALLER))
         assert caught.value.param == "input"

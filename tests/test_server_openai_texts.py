@@ -769,3 +769,21 @@ def test_no_route_knows_a_model_that_is_not_here() -> None:
     ):
         answer = Door(FakeGenerates(), FakePool()).post(path, {"model": "gpt-9", **body})
         assert (answer.status, answer.json["error"]["code"]) == (404, "model_not_found"), path
+
+
+@pytest.mark.parametrize(
+    ("path", "fields"),
+    [
+        ("/v1/embeddings", {"input": "a"}),
+        ("/embeddings", {"content": "a"}),
+        ("/v1/rerank", {"query": "a", "documents": ["b"]}),
+        ("/v1/score", {"text_1": "a", "text_2": "b"}),
+        ("/api/embed", {"model": "fake", "input": "a"}),
+        ("/api/embeddings", {"model": "fake", "prompt": "a"}),
+    ],
+)
+def test_who_asks_for_vectors_is_handed_on(path: str, fields: dict[str, Any]) -> None:
+    """A span belongs to its caller's trace, and has the request's id."""
+    answer, generates = ask(path=path, **fields)
+    assert answer.status == 200, answer.text
+    assert [caller.request_id for caller in generates.callers] == [answer.headers["x-request-id"]]

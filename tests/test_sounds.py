@@ -88,6 +88,15 @@ def test_a_stream_whose_length_nobody_wrote_is_read_to_its_end(length: int) -> N
     assert len(samples_of(streamed[:-1], "it")) == 4000, "half a sample is none"
 
 
+def test_a_recording_that_was_cut_off_before_its_lengths_were_written_is_read_to_its_end() -> None:
+    data = saved(np.full(4000, 0.1))
+    place = data.index(b"data") + 4
+    begun = data[:4] + bytes(4) + data[8:place] + bytes(4) + data[place + 4 :]
+    assert (samples_of(begun, "it") == samples_of(data, "it")).all()
+    empty = data[:place] + bytes(4) + b"LIST" + struct.pack("<I", 8000) + bytes(8000)
+    assert "shorter" in refused(empty), "what was written to its end has no samples"
+
+
 @pytest.mark.parametrize("rate", [1000, 8000, 11025, 22050, 44100, 44101, 48000, 192_000])
 def test_a_tone_at_another_rate_is_the_same_tone(rate: int) -> None:
     hertz, seconds = 0.38 * min(rate, RATE), 2.0 if rate < 8000 else 0.5
@@ -319,7 +328,7 @@ def test_what_is_no_sound_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("kind", "bits", "told"), [(7, 8, "compressed kind 0x7"), (1, 40, "40 bits"), (3, 16, "16 bits"), (2, 4, "0x2")]
+    ("kind", "bits", "told"), [(7, 8, "compressed kind 0x7"), (1, 40, "40 bits"), (3, 16, "floats of 16 bits"), (2, 4, "0x2")]
 )
 def test_wav_files_of_other_samples_are_refused_by_name(kind: int, bits: int, told: str) -> None:
     form = struct.pack("<HHIIHH", kind, 1, RATE, RATE * 2, bits // 8, bits)

@@ -109,6 +109,7 @@ class Generator:
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
+        caller: Caller,
         *,
         priority: int = 0,
         normalize: bool = True,
@@ -118,7 +119,7 @@ class Generator:
         each = await self._in_thread(lambda: [_text_ids(model, text, "input", cut) for text in texts])
         for ids in each:
             _check_fits(ids, model, "input", room=0)
-        watches = [self._observer.accepted(model.id, "embeddings", len(ids), None, None) for ids in each]
+        watches = [self._observer.accepted(model.id, "embeddings", len(ids), None, caller) for ids in each]
         told: ApiError | None = None
 
         async def vector_of(ids: Sequence[int], watch: Watch) -> Sequence[float]:

@@ -404,6 +404,7 @@ class Generates(Protocol):
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
         pooling: Pooling,
+        caller: Caller,
         *,
         priority: int = 0,
         normalize: bool = True,

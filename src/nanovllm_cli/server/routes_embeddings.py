@@ -25,7 +25,7 @@ from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
-from nanovllm_cli.server.ports import ServedModel
+from nanovllm_cli.server.ports import Caller, ServedModel
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_openai import (
     EmbeddingRequest,
@@ -85,8 +85,8 @@ async def _embed(context: ServerContext, body: EmbeddingRequest, exchange: Excha
         if body.dimensions is not None and body.dimensions > model.facts.vector_size:
             raise invalid_value(f"this model's vectors have {model.facts.vector_size} dimensions", "dimensions")
         vectors, num_tokens = await context.generates.embed(
-            model, several_texts(body.input), body.pooling or model.facts.pooling, priority=body.priority or 0,
-            most=body.truncate_prompt_tokens,
+            model, several_texts(body.input), body.pooling or model.facts.pooling, exchange.caller,
+            priority=body.priority or 0, most=body.truncate_prompt_tokens,
         )  # fmt: skip
         exchange.count(model.id, num_tokens)
         return JsonResponse(
@@ -117,7 +117,7 @@ async def _embed_natively(context: ServerContext, body: NativeEmbeddingRequest, 
     async with context.use(body.model) as model:
         check_embeds(model)
         vectors, num_tokens = await context.generates.embed(
-            model, texts, body.pooling or model.facts.pooling, priority=body.priority or 0, normalize=norm == 2
+            model, texts, body.pooling or model.facts.pooling, exchange.caller, priority=body.priority or 0, normalize=norm == 2
         )
         exchange.count(model.id, num_tokens)
         return JsonResponse(await asyncio.to_thread(_native_data, vectors, norm))
@@ -143,7 +143,7 @@ def _normalized(vector: Sequence[float], norm: int) -> list[float]:
 async def _rerank(context: ServerContext, body: RerankRequest, exchange: Exchange) -> Response:
     documents = [document if isinstance(document, str) else document["text"] for document in body.documents]
     async with context.use(body.model) as model:
-        scores, num_tokens = await _scores(context, model, body, [body.query], documents)
+        scores, num_tokens = await _scores(context, model, body, exchange.caller, [body.query], documents)
         exchange.count(model.id, num_tokens)
         best = by_score(scores)[: body.top_n]
         results: list[dict[str, Any]] = [{"index": index, "relevance_score": score} for index, score in best]
@@ -165,7 +165,7 @@ async def _score(context: ServerContext, body: ScoreRequest, exchange: Exchange)
     if len(one) != len(two) and len(one) > 1:
         raise invalid_value(f"{len(one)} and {len(two)} texts make no pairs: as many, or one in text_1", "text_1")
     async with context.use(body.model) as model:
-        scores, num_tokens = await _scores(context, model, body, one, two)
+        scores, num_tokens = await _scores(context, model, body, exchange.caller, one, two)
         exchange.count(model.id, num_tokens)
         return JsonResponse(
             {
@@ -183,6 +183,7 @@ async def _scores(
     context: ServerContext,
     model: ServedModel,
     body: RerankRequest | ScoreRequest,
+    caller: Caller,
     queries: Sequence[str],
     documents: Sequence[str],
 ) -> tuple[list[float], int]:
@@ -191,7 +192,7 @@ async def _scores(
     scoring, most = model.scoring, body.truncate_prompt_tokens
     if scoring is None:
         asked, pooling = [*queries, *documents], body.pooling or model.facts.pooling
-        vectors, count = await embed(model, asked, pooling, priority=priority, most=most)
+        vectors, count = await embed(model, asked, pooling, caller, priority=priority, most=most)
         pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
         return [nearness(query, vector) for query, vector in pairs], count
     if body.pooling is not None:
@@ -211,7 +212,7 @@ async def _scores(
         except NanovllmError as error:  # of its template, or of a text that is no valid Unicode
             raise ApiError.of(error, params[1]) from error
         if end >= len(together) or sum(map(len, waiting)) >= _TOKENS_AT_ONCE:
-            found, read = await embed(model, waiting, model.facts.pooling, priority=priority, normalize=False)
+            found, read = await embed(model, waiting, model.facts.pooling, caller, priority=priority, normalize=False)
             rows += found
             count += read
             waiting = []

@@ -24,7 +24,7 @@ from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.ollama_answers import AnswerWriter, Said, Took, joined, nothing_said
 from nanovllm_cli.server.ollama_models import about_all, running, shown, tag
 from nanovllm_cli.server.ollama_prompts import chat_asked, form_of, generate_asked, num_logprobs
-from nanovllm_cli.server.ports import ChatAsked, Generation, ServedModel, TextAsked
+from nanovllm_cli.server.ports import Caller, ChatAsked, Generation, ServedModel, TextAsked
 from nanovllm_cli.server.reading import off_loop
 from nanovllm_cli.server.routes_embeddings import check_embeds, first_numbers
 from nanovllm_cli.server.routing import UntypedRoute, answers, api_router
@@ -205,7 +205,7 @@ async def _embed(context: ServerContext, body: OllamaEmbedRequest, exchange: Exc
     async with context.use(body.model) as model:
         took = Took(exchange.started, time.monotonic() - begun)
         check_embeds(model)
-        vectors, count = await _vectors(context, model, texts, body.options, truncate=body.truncate is not False)
+        vectors, count = await _vectors(context, model, texts, exchange.caller, body.options, truncate=body.truncate is not False)
         exchange.count(model.id, count)
         numbers = min(body.dimensions or model.facts.vector_size, model.facts.vector_size)
         answer = {
@@ -221,7 +221,7 @@ async def _embed_one(context: ServerContext, body: OllamaEmbeddingsRequest, exch
     async with context.use(body.model) as model:
         check_embeds(model)
         texts = [body.prompt] if body.prompt else []
-        vectors, count = await _vectors(context, model, texts, body.options, truncate=False, normalize=False)
+        vectors, count = await _vectors(context, model, texts, exchange.caller, body.options, truncate=False, normalize=False)
         exchange.count(model.id, count)
     return JsonResponse({"embedding": list(vectors[0]) if vectors else []})
 
@@ -230,6 +230,7 @@ async def _vectors(
     context: ServerContext,
     model: ServedModel,
     texts: Sequence[str],
+    caller: Caller,
     options: OllamaOptions | None,
     *,
     truncate: bool,
@@ -242,7 +243,7 @@ async def _vectors(
     if truncate:
         asked = (options.num_ctx if options is not None else None) or model.facts.context_len
         most = min(asked, model.facts.context_len)
-    return await context.generates.embed(model, texts, model.facts.pooling, normalize=normalize, most=most)
+    return await context.generates.embed(model, texts, model.facts.pooling, caller, normalize=normalize, most=most)
 
 
 def _rows(vectors: Sequence[Sequence[float]], numbers: int) -> list[msgspec.Raw]:

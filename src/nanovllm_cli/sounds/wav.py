@@ -65,6 +65,8 @@ def read_wave(data: bytes, where: str) -> Wave:
             if form is None:
                 break
             length = long if long and length == _IN_DS64 else length
+            if length == int.from_bytes(data[4:8], "little") == 0:  # both are written when a recording ends
+                length = len(data)
             rate, channels, width, is_float = form
             return Wave(rate, channels, width, is_float, memoryview(data)[place : min(place + length, len(data))])
         place += length + length % 2
@@ -80,8 +82,9 @@ def _form(chunk: bytes, where: str) -> tuple[int, int, int, bool]:
     width = -(-bits // 8)
     known = width in (1, 2, 3, 4) if kind == _PCM else width in (4, 8) and kind == _FLOAT
     if not known:
-        what = f"{bits} bits" if kind in (_PCM, _FLOAT) else f"the compressed kind {kind:#x}"
-        raise UnsupportedError(f"{where} is a WAV file with samples of {what}", "convert it: 16 bits are what models hear")
+        plain = {_PCM: f"{bits} bits", _FLOAT: f"floats of {bits} bits"}
+        what = plain.get(kind, f"the compressed kind {kind:#x}")
+        raise UnsupportedError(f"{where} is a WAV file with samples of {what}", "convert it: whole numbers of 16 bits are read")
     if not 1 <= channels <= MAX_CHANNELS or align != channels * width:
         told = f"a WAV file with {channels} channels of {width} bytes in frames of {align}"
         raise UsageError(f"{where} is damaged: {told}", _BROKEN)
