@@ -146,7 +146,8 @@ def test_scans_whose_heads_share(tmp_path: Path, quick: RankServer) -> None:
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, tmp_path: Path, quick: RankServer) -> None:
     before = quick.num_started
-    gives_the_same(save(random_model(CASES[name]), tmp_path))
+    whole = name.startswith("zaya")  # its convolutions of heads are all processes'
+    gives_the_same(save(random_model(CASES[name]), tmp_path), least_saved=1.2 if whole else 1.3)
     assert quick.num_started == before + 1
 
 
