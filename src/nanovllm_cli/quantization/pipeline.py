@@ -37,7 +37,7 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
 from nanovllm_cli.quantization.plan import Plan
-from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
+from nanovllm_cli.quantization.texts import WINDOW, NamedText, window_of, windows
 from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights import convert
@@ -70,10 +70,8 @@ class Method:
         if classifies(original.checkpoint):
             cut = Cut(num_tokens=WINDOW * self.num_samples)
             return list(map(list, reading_of(original.checkpoint, spec, tokenizer, self.text, cut, _ANOTHER).ids))
-        if embeds(original.checkpoint, spec):  # which reads whole texts, and has no more positions than it says
-            pieces = windows(tokenizer, self.text, spec.vocab_size, size=min(WINDOW, spec.max_position), ended=True)
-        else:
-            pieces = windows(tokenizer, self.text, spec.vocab_size)
+        whole = embeds(original.checkpoint, spec)  # which reads whole texts
+        pieces = windows(tokenizer, self.text, spec.vocab_size, size=window_of(spec), ended=whole)
         found = list(islice(pieces, self.num_samples))
         if not found:
             raise UsageError(f"{self.text.name} has nothing to calibrate with", _ANOTHER)
@@ -101,7 +99,8 @@ class Verification:
         return embeds(original.checkpoint, original.spec)
 
     def _windows(self, original: Original) -> list[list[int]]:
-        return windows_of(original.tokenizer(), self.text, self.num_tokens, original.spec.vocab_size)
+        spec = original.spec
+        return windows_of(original.tokenizer(), self.text, self.num_tokens, spec.vocab_size, size=window_of(spec))
 
     def _reading(self, original: Original) -> Reading:
         cut = Cut(num_tokens=self.num_tokens)
@@ -165,7 +164,8 @@ class _Run(NamedTuple):
             return None
         with open_checkpoint(path) as quantized:
             quality = self.verification.quality(self.original, quantized, self.progress)
-        return Card(self.original.name, self.plan, self.method.algorithm, self.verification.text.name, quality)
+        text, window = self.verification.text.name, window_of(self.original.spec)
+        return Card(self.original.name, self.plan, self.method.algorithm, text, quality, window)
 
 
 def _write_folder(run: _Run, replace: bool) -> Card | None:
