@@ -15,7 +15,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from engines import random_model, save
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.card import measure, windows_of
 from nanovllm_cli.quantization.logits import MeasuredModel
@@ -159,6 +159,18 @@ def test_no_more_is_read_at_once_than_a_model_has_positions(tmp_path: Path) -> N
             logits = model(torch.tensor([window])).logits[0, :-1].double()
         losses += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="none").tolist()
     assert card.quality.before.value == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("to", ["int8-weight-only", "q8_0"])
+def test_a_card_of_logits_that_are_no_numbers_is_refused_as_such(to: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "folder")
+    weights = load_file(TINY / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, tmp_path / "folder" / "model.safetensors")
+    with pytest.raises(RequestError, match="not finite") as refusal:
+        quantize(to, tmp_path / "made.gguf", tmp_path / "folder", verify_tokens=100)
+    assert "--no-verify" in (refusal.value.hint or "")
+    assert not (tmp_path / "made.gguf").exists()
 
 
 def test_of_a_model_whose_layers_are_forgotten_the_head_alone_stays() -> None:

@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import RequestError, UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.algorithms import (
     Algorithm,
@@ -90,10 +90,16 @@ class Verification:
         self._reading(original) if self._by_vectors(original) else self._windows(original)
 
     def quality(self, original: Original, quantized: Checkpoint, progress: LoadProgress) -> AnyQuality:
-        """What was lost: of probabilities, or of a model that embeds or ranks, of vectors or scores."""
+        """What was lost: of probabilities, or of a model that embeds or ranks, of vectors or scores. RequestError where these are
+        no numbers."""
+        found: AnyQuality
         if self._by_vectors(original):
-            return measure_vectors(original.checkpoint, quantized, self._reading(original), progress)
-        return measure(original.checkpoint, quantized, self._windows(original), progress)
+            found = measure_vectors(original.checkpoint, quantized, self._reading(original), progress)
+        else:
+            found = measure(original.checkpoint, quantized, self._windows(original), progress)
+        if not found.is_finite:
+            raise RequestError("what the models give is not finite numbers", "--no-verify leaves the quality card out")
+        return found
 
     def _by_vectors(self, original: Original) -> bool:
         return embeds(original.checkpoint, original.spec)
