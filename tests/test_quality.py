@@ -14,15 +14,17 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from nanovllm_cli.errors import UsageError
+from engines import random_model, save
+from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.quantization.card import measure, windows_of
 from nanovllm_cli.quantization.logits import MeasuredModel
 from nanovllm_cli.quantization.original import open_original
+from nanovllm_cli.quantization.pipeline import Method
 from nanovllm_cli.quantization.quality import Comparison
-from nanovllm_cli.quantization.texts import NamedText
+from nanovllm_cli.quantization.texts import NamedText, bundled_text
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from quantizing import TINY
+from quantizing import TINY, quantize
 
 
 def compared(p: np.ndarray, q: np.ndarray, targets: np.ndarray, pieces: int = 1) -> Comparison:
@@ -133,6 +135,42 @@ def test_a_card_compares_what_transformers_computes(tmp_path: Path) -> None:
     assert quality.kl_mean == pytest.approx(float((p.exp() * (p - q)).sum(-1).mean()), rel=1e-3)
     for perplexity, log in ((quality.before, p), (quality.after, q)):
         assert perplexity.value == pytest.approx(float((-log.gather(-1, targets[:, None])).mean().exp()), rel=1e-4)
+
+
+def test_no_more_is_read_at_once_than_a_model_has_positions(tmp_path: Path) -> None:
+    """Of learned positions there are no others: the card's perplexity is transformers' over windows as long as these."""
+    from transformers import OPTConfig
+
+    sizes = {"hidden_size": 64, "word_embed_proj_dim": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = random_model(OPTConfig(vocab_size=4096, max_position_embeddings=96, **sizes))
+    folder = save(model, tmp_path / "folder")
+    for name in ("tokenizer.json", "tokenizer_config.json"):
+        shutil.copy(TINY / name, folder / name)
+    card = quantize("int8-weight-only", tmp_path / "made", folder, verify_tokens=300)
+    assert card is not None
+    assert "in windows of 96." in card.as_markdown()
+    text = bundled_text("verification")
+    with open_original("folder", folder) as original:
+        ids = original.tokenizer().encode(text.text, add_special_tokens=False)[:300]
+        assert [len(window) for window in Method("gptq", text, 3).sequences(original)] == [96, 96, 96]
+    losses = []
+    for window in (ids[first : first + 96] for first in range(0, 300, 96)):
+        with torch.no_grad():
+            logits = model(torch.tensor([window])).logits[0, :-1].double()
+        losses += torch.nn.functional.cross_entropy(logits, torch.tensor(window[1:]), reduction="none").tolist()
+    assert card.quality.before.value == pytest.approx(math.exp(np.mean(losses)), rel=1e-4)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("to", ["int8-weight-only", "q8_0"])
+def test_a_card_of_logits_that_are_no_numbers_is_refused_as_such(to: str, tmp_path: Path) -> None:
+    shutil.copytree(TINY, tmp_path / "folder")
+    weights = load_file(TINY / "model.safetensors")
+    weights["model.norm.weight"].fill_(3e38)
+    save_file(weights, tmp_path / "folder" / "model.safetensors")
+    with pytest.raises(RequestError, match="not finite") as refusal:
+        quantize(to, tmp_path / "made.gguf", tmp_path / "folder", verify_tokens=100)
+    assert "--no-verify" in (refusal.value.hint or "")
+    assert not (tmp_path / "made.gguf").exists()
 
 
 def test_of_a_model_whose_layers_are_forgotten_the_head_alone_stays() -> None:

@@ -43,13 +43,15 @@ LOGIT_ROWS = 64
 
 @dataclass(frozen=True, slots=True)
 class Card:
-    """original: what the user called the model. algorithm: how numbers were chosen. text: what it was measured on."""
+    """original: what the user called the model. algorithm: how numbers were chosen. text: what it was measured on. window:
+    tokens of it that were read at once, at most."""
 
     original: str
     plan: Plan
     algorithm: str
     text: str
     quality: AnyQuality
+    window: int
 
     def as_json(self) -> dict[str, Any]:
         return {
@@ -66,7 +68,7 @@ class Card:
     def as_markdown(self) -> str:
         """A section of a model card."""
         quality, plan = self.quality, self.plan
-        cut = f", in windows of {WINDOW}" if isinstance(quality, Quality) else ""
+        cut = f", in windows of {self.window}" if isinstance(quality, Quality) else ""
         table = "\n".join(f"| {name} | {value} |" for name, value in quality.figures())
         return (
             f"## Quantized with nanovllm\n\n"
@@ -77,11 +79,14 @@ class Card:
         )
 
 
-def windows_of(tokenizer: Tokenizer, text: NamedText, num_tokens: int, vocab_size: int) -> list[list[int]]:
-    """The text's first tokens, num_tokens at most. UsageError for a text that is too short to measure anything."""
+def windows_of(
+    tokenizer: Tokenizer, text: NamedText, num_tokens: int, vocab_size: int, *, size: int = WINDOW
+) -> list[list[int]]:
+    """The text's first tokens, num_tokens at most, in pieces of at most `size`. UsageError for a text that is too short to
+    measure anything."""
     found: list[list[int]] = []
     left = num_tokens
-    for window in windows(tokenizer, text, vocab_size):
+    for window in windows(tokenizer, text, vocab_size, size=size):
         if left < 2:
             break
         found.append(window[:left])

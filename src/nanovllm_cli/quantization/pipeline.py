@@ -17,7 +17,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import RequestError, UnsupportedError, UsageError
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quantization.algorithms import (
     Algorithm,
@@ -37,7 +37,7 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
 from nanovllm_cli.quantization.plan import Plan
-from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
+from nanovllm_cli.quantization.texts import WINDOW, NamedText, window_of, windows
 from nanovllm_cli.quantization.vector_quality import AnyQuality
 from nanovllm_cli.quantization.walk import Walk
 from nanovllm_cli.weights import convert
@@ -70,10 +70,8 @@ class Method:
         if classifies(original.checkpoint):
             cut = Cut(num_tokens=WINDOW * self.num_samples)
             return list(map(list, reading_of(original.checkpoint, spec, tokenizer, self.text, cut, _ANOTHER).ids))
-        if embeds(original.checkpoint, spec):  # which reads whole texts, and has no more positions than it says
-            pieces = windows(tokenizer, self.text, spec.vocab_size, size=min(WINDOW, spec.max_position), ended=True)
-        else:
-            pieces = windows(tokenizer, self.text, spec.vocab_size)
+        whole = embeds(original.checkpoint, spec)  # which reads whole texts
+        pieces = windows(tokenizer, self.text, spec.vocab_size, size=window_of(spec), ended=whole)
         found = list(islice(pieces, self.num_samples))
         if not found:
             raise UsageError(f"{self.text.name} has nothing to calibrate with", _ANOTHER)
@@ -92,16 +90,23 @@ class Verification:
         self._reading(original) if self._by_vectors(original) else self._windows(original)
 
     def quality(self, original: Original, quantized: Checkpoint, progress: LoadProgress) -> AnyQuality:
-        """What was lost: of probabilities, or of a model that embeds or ranks, of vectors or scores."""
+        """What was lost: of probabilities, or of a model that embeds or ranks, of vectors or scores. RequestError where these are
+        no numbers."""
+        found: AnyQuality
         if self._by_vectors(original):
-            return measure_vectors(original.checkpoint, quantized, self._reading(original), progress)
-        return measure(original.checkpoint, quantized, self._windows(original), progress)
+            found = measure_vectors(original.checkpoint, quantized, self._reading(original), progress)
+        else:
+            found = measure(original.checkpoint, quantized, self._windows(original), progress)
+        if not found.is_finite:
+            raise RequestError("what the models give is not finite numbers", "--no-verify leaves the quality card out")
+        return found
 
     def _by_vectors(self, original: Original) -> bool:
         return embeds(original.checkpoint, original.spec)
 
     def _windows(self, original: Original) -> list[list[int]]:
-        return windows_of(original.tokenizer(), self.text, self.num_tokens, original.spec.vocab_size)
+        spec = original.spec
+        return windows_of(original.tokenizer(), self.text, self.num_tokens, spec.vocab_size, size=window_of(spec))
 
     def _reading(self, original: Original) -> Reading:
         cut = Cut(num_tokens=self.num_tokens)
@@ -165,7 +170,8 @@ class _Run(NamedTuple):
             return None
         with open_checkpoint(path) as quantized:
             quality = self.verification.quality(self.original, quantized, self.progress)
-        return Card(self.original.name, self.plan, self.method.algorithm, self.verification.text.name, quality)
+        text, window = self.verification.text.name, window_of(self.original.spec)
+        return Card(self.original.name, self.plan, self.method.algorithm, text, quality, window)
 
 
 def _write_folder(run: _Run, replace: bool) -> Card | None:

@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tokenizer import Tokenizer
 
@@ -31,6 +32,11 @@ class NamedText(NamedTuple):
 
 def bundled_text(split: Literal["calibration", "verification"]) -> NamedText:
     return NamedText(f"the bundled {split} text", (_FOLDER / f"{split}.txt").read_text(encoding="utf-8"))
+
+
+def window_of(spec: ModelSpec) -> int:
+    """Tokens that a model reads at once of a text: it has no more positions than it says."""
+    return min(WINDOW, spec.max_position)
 
 
 def windows(
