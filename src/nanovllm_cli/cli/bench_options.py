@@ -3,8 +3,8 @@ between commas, as ranges (4-64*2, 1-8+1), or by being given again."""
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any, Literal
 
 from nanovllm_cli.bench import sweep
@@ -76,7 +76,7 @@ class BenchModelOptions:
 
     def names(self) -> list[str]:
         """What -m names. A file may have a comma in its name."""
-        return [part for text in self.model or [] for part in ([text] if Path(text).exists() else text.split(","))]
+        return [part for text in self.model or [] for part in ([text] if os.path.exists(text) else text.split(","))]
 
 
 @dataclass(frozen=True, slots=True)
