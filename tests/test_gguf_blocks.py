@@ -12,7 +12,16 @@ from gguf import GGMLQuantizationType, quants
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.kernels.integer import unpack
-from nanovllm_cli.quant.gguf_blocks import BLOCKS, CODES, BlockType, block_type, decompose, dequantize, is_finite
+from nanovllm_cli.quant.gguf_blocks import (
+    BLOCKS,
+    CODES,
+    BlockType,
+    block_type,
+    decompose,
+    dequantize,
+    is_finite,
+    negated,
+)
 
 NAMES = list(BLOCKS)
 
@@ -155,6 +164,24 @@ def test_codes_are_unpacked_by_all_threads_as_by_torch(name: str) -> None:
     for rows in (data, wide[:, 3:], data[4:5], data[:0]):
         by_threads = decompose(name, rows, lambda kind, blocks: unpack(blocks, kind.block_len, CODES[kind.name]))
         assert torch.equal(by_threads.codes, decompose(name, rows).codes)
+
+
+SIGNED = [name for name in NAMES if not name.startswith(("IQ1", "IQ2", "IQ3", "MXFP4", "NVFP4"))]
+
+
+@pytest.mark.parametrize("name", SIGNED)
+def test_blocks_are_negated_to_the_bit(name: str) -> None:
+    data = any_bytes(name, 6, 3, seed=8)
+    rows = torch.from_numpy(data).view(3, 2, -1)
+    found = negated(name, rows)
+    assert np.array_equal(expected(name, found.view(6, -1).numpy()), -expected(name, data), equal_nan=True)
+    assert torch.equal(negated(name, found), rows)
+
+
+@pytest.mark.parametrize("name", ["MXFP4", "NVFP4", "IQ2_S"])
+def test_blocks_whose_scales_have_no_sign_are_not_negated(name: str) -> None:
+    with pytest.raises(UnsupportedError, match=f"{name} blocks cannot be negated"):
+        negated(name, torch.from_numpy(any_bytes(name, 1, 1)))
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -99,7 +99,8 @@ class AttentionSpec:
     head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
     read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved: queries and keys
     are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are squares of the
-    checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
+    checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with. query_gains: of a
+    "turned head" without gains, one for each head's queries (Talkie).
     """
 
     num_heads: int
@@ -135,6 +136,7 @@ class AttentionSpec:
     convolved: ConvolvedSpec | None = None
     query_factor: float | None = None
     gate_factor: float | None = None
+    query_gains: tuple[float, ...] = ()
 
     @property
     def past(self) -> ConvSpec:

@@ -190,12 +190,12 @@ class BlockSpec:
     original  x = norm(x + mixer(x)); x = norm(x + mlp(x))                (Vaswani et al. 2017; BERT)
     sphere    x = norm(x + r * (norm(mixer(x)) - x)), or with its MLP     (nGPT, Loshchilov et al. 2024; Dory)
 
-    Of "pre" it may have one of both (Nemotron-H) or neither (Nemotron Ultra), None being what lacks. scaled: at its end x is
-    multiplied with a number of the checkpoint's. bare: of "pre", its mixer reads x as it is, which has been normed already
-    (ModernBERT's first). rescaled: of "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich"
-    (Gemma 3n), or made of all, of "pre" (Hy4). gated_norms: those of its norms, by name, whose numbers are multiplied with the
-    sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has
-    one of both: r is the size of the checkpoint's number of a column times this."""
+    Of "pre" it may lack one of both (Nemotron-H) or both (Nemotron Ultra), which is None then. scaled: at its end x is times a
+    number of the checkpoint's. bare: of "pre", its mixer reads x as it is, normed already (ModernBERT's first). rescaled: of
+    "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of "pre"
+    (Hy4). gated_norms: those of its norms, by name, whose numbers are times the sigmoids of as many, which two matrices make of
+    them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has one of both: r is the size of the checkpoint's
+    number of a column times this. factors (Talkie): of "pre", of what its mixer, its MLP and, once more, the entry add."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -207,6 +207,7 @@ class BlockSpec:
     gated_norms: tuple[str, ...] = ()
     gate_rank: int = 0
     rate: float | None = None
+    factors: tuple[float, float, float] | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
@@ -377,8 +378,7 @@ class ModelSpec:
         return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last), passes=None)
 
     def reaching(self, length: int | None) -> ModelSpec:
-        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then, and what is kept
-        of a sequence does not grow with it."""
+        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then."""
         return self if length is None or self.attentions else replace(self, max_position=max(self.max_position, length))
 
     @property

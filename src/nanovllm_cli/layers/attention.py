@@ -58,6 +58,8 @@ class Attention(Projected):
         k_gains, v_gains = kit.zeros(2, spec.head_dim).fill_(1 - norm.offset)
         self._is_turned = spec.qk_norm_of == "turned head"
         self._query_gains = kit.zeros(spec.num_heads if self._is_turned else 1, spec.head_dim).fill_(1 - norm.offset)
+        if spec.query_gains:
+            self._query_gains.copy_(torch.tensor(spec.query_gains)[:, None])
         q_gains = self._query_gains[self._own_heads if self._is_turned else 0]
         assert spec.qk_norm or not spec.value_norm, "no model norms values alone"
         assert spec.temperature is None or not spec.qk_norm, "a norm would undo it"

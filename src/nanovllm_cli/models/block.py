@@ -6,7 +6,7 @@ import torch
 
 from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
-from nanovllm_cli.kernels.ops import Addend, Hidden, plain
+from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState
 from nanovllm_cli.layers.altup import AltUp
 from nanovllm_cli.layers.attention import Attention
@@ -40,7 +40,8 @@ class Block:
 
         self.order, self.has_halves = spec.order, spec.has_halves
         self.ops = kit.ops
-        self.scale = model.residual_scale
+        self.scales = (model.residual_scale,) * 2 if spec.factors is None else spec.factors[:2]
+        self.entry_factor = 0.0 if spec.factors is None else spec.factors[2]
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.routed_early = self.mlp if isinstance(self.mlp, MoE) and self.mlp.early is not None else None
@@ -60,14 +61,16 @@ class Block:
         if isinstance(spec.streams, ConnectionsSpec):
             names = "attention_connection", "mlp_connection"
             self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
-            assert (spec.order, self.has_halves, self.scale) == ("pre", True, 1.0), "no model has these elsewhere"
+            assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
         kind = "mlp" if spec.mixer is None else "attention"
         self.sphere = SphereJoin(kind, spec.rate, model.norm, width, kit) if spec.rate is not None else None
         assert (self.sphere is not None) == (spec.order == "sphere"), "a rate is of these alone"
         assert spec.order == "sandwich" or not (self.per_layer or spec.scaled or self.altup), "no model has these elsewhere"
-        assert self.scale == 1.0 or (len(self.norms) > 1 and spec.order not in ("beside", "open")), "nor factors of what is alone"
+        own = model.residual_scale
+        assert spec.factors is None or (spec.order, self.has_halves, own) == ("pre", True, 1.0), "nor elsewhere"
+        assert own == 1.0 or (len(self.norms) > 1 and spec.order not in ("beside", "open")), "nor factors of what is alone"
 
     def __call__(
         self,
@@ -79,7 +82,7 @@ class Block:
     ) -> Addend | None:
         """own: see `PerLayer`."""
         if self.has_halves:
-            return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs.batch.slots, own)
+            return self.fed(self.mixed(x, residual, inputs, cache), residual, inputs, own)
         if self.altup is not None:
             assert own is not None, "no model has several streams without these"
             self._streamed(self.altup, residual, inputs, cache, own)
@@ -114,15 +117,15 @@ class Block:
             self.routed_early.route(residual)
         if self.after_attention is not None:
             return self.after_attention.before_joining(self.mixer(h, inputs, cache))
-        if self.scale != 1.0:
-            return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scale))
+        if self.scales[0] != 1.0:
+            return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scales[0]))
         if self.joins:
             return self.joins[0](self.mixer(h, inputs, cache), residual)
         return _addend(self.mixer.onto(residual, h, inputs, cache))
 
-    def fed(self, x: Addend | None, residual: torch.Tensor, slots: torch.Tensor, own: torch.Tensor | None) -> Addend | None:
-        """The second half, of all rows or some. x: what `mixed` gave of them."""
-        mlp = self.mlp
+    def fed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, own: torch.Tensor | None) -> Addend | None:
+        """The second half, of all rows or some, which inputs are of. x: what `mixed` gave of them."""
+        mlp, slots = self.mlp, inputs.batch.slots
         assert mlp is not None
         assert self.mlp_norm is not None
         if self.connections:
@@ -139,8 +142,14 @@ class Block:
                 return self.after_mlp.before_joining(found, self.factor)
             self.ops.join(self.after_mlp.before_joining(found), residual)
             return self.per_layer(residual, own, self.factor)
-        if self.scale != 1.0:
-            return Addend(self.ops.scale(_computed(mlp, h, slots), self.scale))
+        if self.entry_factor:
+            assert inputs.entered is not None
+            found = self.ops.scale(_computed(mlp, h, slots), self.scales[1])
+            again = self.ops.scale(taken_out(inputs.entered, 0, self.ops), self.entry_factor)
+            self.ops.join(Addend(again), residual)
+            return Addend(found)
+        if self.scales[1] != 1.0:
+            return Addend(self.ops.scale(_computed(mlp, h, slots), self.scales[1]))
         if self.joins:
             return self.joins[1](_computed(mlp, h, slots), residual)
         return _addend(_onto(mlp, residual, h, slots))

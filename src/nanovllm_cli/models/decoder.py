@@ -11,7 +11,7 @@ import torch
 from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.ops import Addend, Hidden, plain
+from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState, Shared
 from nanovllm_cli.layers.altup import Streams
 from nanovllm_cli.layers.connections import Connections
@@ -74,7 +74,7 @@ class Decoder:
                 block.mixer.share(owners)
             if isinstance(block.mlp, MoE):
                 block.mlp.share(self.handed)
-        self.reads_entry = bool(owners)
+        self.reads_entry = bool(owners) or any(block.entry_factor for block in self.blocks)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.passes = passes_of(spec.passes, spec.norm, self.norm, spec.hidden_size, kit)
         plain_norm = NormSpec(spec.norm.eps, unit=spec.norm.unit)
@@ -140,9 +140,7 @@ class Decoder:
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
         residual = residual if self.streams is None else self.streams.enter(residual)
         if self.reads_entry:
-            entered = self.ops.room(len(residual), residual.shape[1], self.dtype)
-            self.ops.put_columns(residual, entered, 0)
-            inputs = inputs._replace(entered=entered)
+            inputs = inputs._replace(entered=taken_out(residual, 0, self.ops))
         rows, width = batch.logit_rows, self.spec.per_layer_width
         all_asked = rows.shape[0] == batch.num_tokens
         deep = {} if batch.images is None else dict(zip(batch.images.behind, batch.images.deep, strict=True))
@@ -167,10 +165,12 @@ class Decoder:
             x, residual, all_asked = self._taken(rows, x), residual[..., rows, :], True
             every, own = None if every is None else every[rows], None if own is None else own[rows]
             lora = None if batch.lora is None else batch.lora[rows]
+            entered = None if inputs.entered is None else inputs.entered[rows]
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
+            inputs = inputs._replace(entered=entered)
             self._choose(inputs.batch)
             if block.has_halves:
-                x = block.fed(x, residual, inputs.batch.slots, own)
+                x = block.fed(x, residual, inputs, own)
         if not all_asked:
             x, residual = self._taken(rows, x), residual[..., rows, :]
         x = self._tapped(len(self.order), self._led(len(self.order), x, residual), residual)

@@ -53,7 +53,7 @@ class Eagle(Decoder):
         x, rows = None if added is None else Addend(added), batch.logit_rows
         if rows.shape[0] < batch.num_tokens:
             x, residual = None if x is None else x.taken(rows), residual[rows]
-        x = block.fed(x, residual, batch.slots, None)
+        x = block.fed(x, residual, inputs, None)
         if x is not None:
             self.ops.join(x, residual)
         found = self.norm.alone(residual)

@@ -35,6 +35,7 @@ class Folding:
     without: Callable[[Mapping[str, Any]], Mapping[str, Any]]
 
 
+GGUFTable = list[float] | list[list[float]]
 GGUFField = float | str | list[bool] | list[int] | list[float]
 
 
@@ -144,10 +145,11 @@ class Family:
     gguf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than GGUF_NAMES
     mtp_gguf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than MTP_GGUF_NAMES
     interleaved_gguf: bool = False  # rotary pairs lie side by side
+    mirrored_gguf: bool = False  # rotary pairs, which turn backwards in folders, do not: rows of their second numbers are negated
     gguf_activation: str = "silu"  # the one that is meant without a word
     gguf_values: Callable[[ModelSpec, ReadValues, str], ModelSpec] | None = None  # what small tensors say that no layer asks for
     gguf_told_by: tuple[str, ...] = ()  # endings of their names
-    gguf_tables: Callable[[ModelSpec], Mapping[str, list[float]]] = lambda spec: {}  # the same tensors, as they are written
+    gguf_tables: Callable[[ModelSpec], Mapping[str, GGUFTable]] = lambda spec: {}  # the same tensors, as they are written
     # What they say beyond what all do, by keys without the architecture, but for those that begin with a dot, which have none;
     # None: they are not written.
     gguf_keys: Callable[[ModelSpec], Mapping[str, GGUFField]] | None = lambda spec: {}

@@ -113,5 +113,7 @@ ADAPTERS_OF_SENSES = tuple(f".lora_{side}.{sense}.weight" for side in "AB" for s
 
 XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 """Numbers of Apertus' activations, which a folder has as tensors."""
-HF_IGNORED = (*_OF_NO_USE, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS))
+TALKIE_GAINS = (".attn.head_gain.head_g", ".attn_gain.a_g", ".mlp_gain.a_g", ".embed_skip.a_g", "lm_head_gain.w_g")
+"""Of a Talkie's layers, and of its head."""
+HF_IGNORED = (*_OF_NO_USE, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS), *TALKIE_GAINS)
 """What no layer asks for."""

@@ -119,6 +119,7 @@ from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
+from nanovllm_cli.models.talkie import TALKIE
 from nanovllm_cli.models.zamba2 import ZAMBA2
 from nanovllm_cli.models.zaya import ZAYA
 
@@ -330,6 +331,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Step3p5ForCausalLM": STEP,
     "Step3p7ForConditionalGeneration": STEP,
     "StepVLForConditionalGeneration": QWEN3,
+    "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
     "XverseForCausalLM": XVERSE,

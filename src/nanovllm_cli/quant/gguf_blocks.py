@@ -116,6 +116,18 @@ def is_finite(type_name: str, data: torch.Tensor) -> bool:
     return all(bool(halves(blocks[:, at : at + 2]).isfinite().all()) for at in _HALVES[kind.name])
 
 
+def negated(type_name: str, data: torch.Tensor) -> torch.Tensor:
+    """Rows of blocks, uint8 [..., bytes a row], whose numbers are those of `data` times -1, to the bit. UnsupportedError for a
+    type whose scales have no sign."""
+    places = _HALVES.get(type_name)
+    if not places:
+        raise UnsupportedError(f"{type_name} blocks cannot be negated", "take another format for these weights")
+    blocks = data.reshape(-1, block_type(type_name).block_bytes).clone()
+    for at in places:
+        blocks[:, at + 1] ^= 128  # the sign of a little-endian float16
+    return blocks.reshape(data.shape)
+
+
 def _scales(kind: BlockType, blocks: torch.Tensor) -> Parts:
     """d, sub, dmin and sub_min [b, …], as many of them as there are."""
     if kind.name in CODEBOOKS:

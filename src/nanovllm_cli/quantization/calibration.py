@@ -27,6 +27,7 @@ from dataclasses import replace
 from typing import NamedTuple
 
 import torch
+from torch.nn.functional import rms_norm
 
 from nanovllm_cli.attention.kv_cache import KVCache, LayerCache
 from nanovllm_cli.batch import Batch
@@ -142,6 +143,8 @@ class Calibration:
         if per_layer is not None:
             pairs = zip(self._batches, self._residuals, strict=True)
             self._own = [per_layer(batch.token_ids, residual) for batch, residual in pairs]
+        reads_entry = any(block.factors is not None for block in spec.blocks)
+        self._entered = [residual.clone() for residual in self._residuals] if reads_entry else None
         self._block = self._build()
 
     def slots(self) -> list[str]:
@@ -253,7 +256,8 @@ class Calibration:
         mixer, width = self.spec.blocks[self.layer].mixer, self.spec.per_layer_width
         reads = mixer.reads if isinstance(mixer, AttentionSpec) else None
         own = None if self._own is None else self._own[number][:, self.layer * width : (self.layer + 1) * width]
-        self._block.run(self._batches[number], residual, own, None if reads is None else self._kept[reads][number])
+        entered = None if self._entered is None else self._entered[number]
+        self._block.run(self._batches[number], residual, own, None if reads is None else self._kept[reads][number], entered)
 
 
 class _Block:
@@ -269,10 +273,13 @@ class _Block:
         has_none = mixer is None or (isinstance(mixer, AttentionSpec) and mixer.reads is not None)
         self.own_cache: LayerCache = () if has_none else KVCache(num_blocks, spec.mixers, backend, num_states).layers[0]
 
-    def run(self, batch: Batch, residual: torch.Tensor, own: torch.Tensor | None, cache: LayerCache | None) -> None:
+    def run(
+        self, batch: Batch, residual: torch.Tensor, own: torch.Tensor | None, cache: LayerCache | None,
+        entered: torch.Tensor | None,
+    ) -> None:
         """The residual stream [T, hidden] goes through the layer, in place. own: see `PerLayer`. cache: another layer's, which
-        this one reads; None where it has its own."""
-        inputs = self.model.prepare(batch)
+        this one reads; None where it has its own. entered: see `StepInputs`."""
+        inputs = self.model.prepare(batch)._replace(entered=entered)
         x = self.model.blocks[0](None, residual, inputs, self.own_cache if cache is None else cache, own)
         if x is not None:
             self.model.ops.join(x, residual)
@@ -421,4 +428,6 @@ def _batch_of(
 
 def _embed(ids: torch.Tensor, embedding: torch.Tensor, spec: ModelSpec, dtype: torch.dtype) -> torch.Tensor:
     rows = embedding[ids].to(dtype)
+    if spec.embedding_normed:
+        rows = rms_norm(rows.float(), rows.shape[1:], eps=spec.norm.eps).to(dtype)
     return rows if spec.embedding_scale == 1.0 else rows * torch.tensor(spec.embedding_scale, dtype=dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from functools import partial
 
 import torch
 from gguf.constants import GGUFValueType, Keys
@@ -10,6 +11,7 @@ from gguf.gguf_writer import GGUFValue
 
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.gguf_blocks import negated
 from nanovllm_cli.quant.rows import BlockRows
 from nanovllm_cli.quantization.mixes import file_type
 from nanovllm_cli.quantization.original import Original
@@ -17,7 +19,7 @@ from nanovllm_cli.quantization.parts import Parts, Rows
 from nanovllm_cli.quantization.plan import Plan, Planned
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
-from nanovllm_cli.weights.convert_tensors import Step, slices, with_repeats
+from nanovllm_cli.weights.convert_tensors import Step, mirrored, slices, with_repeats
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter
 from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.writer import OutputFile
@@ -83,5 +85,9 @@ class _Source:
 
 
 def _turned(rows: torch.Tensor, step: Step) -> torch.Tensor:
-    """Rows in GGUF's order: they are moved whole, so that blocks stay as they are."""
-    return rows if step.reorder is None else step.reorder(rows)
+    """Rows in GGUF's order: they are moved whole, so that blocks stay as they are, but for those that are negated."""
+    rows = rows if step.reorder is None else step.reorder(rows)
+    if not step.mirrors:
+        return rows
+    negate = torch.neg if rows.is_floating_point() else partial(negated, step.after)
+    return mirrored(rows, step.mirrors, negate)

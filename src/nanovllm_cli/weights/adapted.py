@@ -29,7 +29,7 @@ from nanovllm_cli.weights.convert_names import (
     rotary_dims,
     tensor_shapes,
 )
-from nanovllm_cli.weights.convert_tensors import is_blocks
+from nanovllm_cli.weights.convert_tensors import is_blocks, mirrored
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.key_heads import qkv_rows
@@ -216,7 +216,11 @@ def _reordered(up: torch.Tensor, ours: str, adapter: Adapter, checkpoint: Checkp
         return up[list(qkv_rows(spec.attention.num_heads, spec.attention.num_kv_heads, spec.attention.head_dim))]
     interleaved = {"hf": family.interleaved, "gguf": family.interleaved_gguf}
     was, becomes = interleaved[adapter.format], interleaved[checkpoint.format]
-    if was == becomes or not ours.endswith((".q.weight", ".k.weight")):
+    if adapter.format == checkpoint.format or not ours.endswith((".q.weight", ".k.weight")):
+        return up
+    if family.mirrored_gguf:
+        return mirrored(up, spec.attention.head_dim)
+    if was == becomes:
         return up
     return (halves_to_pairs if becomes else pairs_to_halves)(up, *rotary_dims(attention_of(spec)))
 

@@ -345,12 +345,15 @@ def _check_names(
 
 
 def _turned(step: Step, spec: ModelSpec, family: Family, *, to_gguf: bool) -> Step:
-    """`step`, with the rows of q and k in the order of the other side; where nothing rotates, too, as llama.cpp has them."""
-    turns = family.interleaved_gguf != family.interleaved
+    """`step`, with the rows of q and k in the order of the other side; where nothing rotates, too, as llama.cpp has them. Those
+    that turn backwards are mirrored, and turn forwards."""
+    turns = family.interleaved_gguf != family.interleaved or family.mirrored_gguf
     heads = rotary_heads(step.name if to_gguf else step.source or "", spec) if turns else None
     if heads is None or step.name.endswith("_norm.weight"):
         return step
     head_dim, rotary_dim = rotary_dims(attention_of(spec))
+    if family.mirrored_gguf:
+        return step._replace(mirrors=head_dim, rows_together=head_dim)
     to_pairs = to_gguf == family.interleaved_gguf
     turn = partial(halves_to_pairs if to_pairs else pairs_to_halves, head_dim=head_dim, rotary_dim=rotary_dim)
     return step._replace(reorder=turn, rows_together=head_dim)

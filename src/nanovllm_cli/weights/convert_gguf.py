@@ -431,7 +431,7 @@ def _check(
     metadata = {key: field.value for key, field in header.items()}
 
     def values(name: str) -> tuple[float, ...] | None:
-        return tuple(tensors[name].tolist()) if name in tensors else None
+        return tuple(tensors[name].flatten().tolist()) if name in tensors else None
 
     found = spec_from_gguf(metadata, family, spec.vocab_size, names, values)
     usual = attention_of(spec).rope if spec.attentions else None

@@ -22,7 +22,7 @@ from nanovllm_cli.models.qwen_next import QWEN2_MOE
 from nanovllm_cli.weights.tensor_names import checkpoint_name
 
 _IGNORED = ("architecture", "dtype", "max_position", "interleaved", "tiled", "log_decay", "by_head", "has_head",
-            "per_layer_rows")  # fmt: skip
+            "per_layer_rows", "backwards")  # fmt: skip
 TO_HF = (LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN2_MOE, QWEN3, QWEN3_MOE)
 _CLOSE = 1e-6  # GGUF keeps numbers in float32
 

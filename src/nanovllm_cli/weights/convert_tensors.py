@@ -59,14 +59,16 @@ _IN_FLOAT32 = (
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 
 Reorder = Callable[[torch.Tensor], torch.Tensor]
+Negate = Callable[[torch.Tensor], torch.Tensor]
 
 
 class Step(NamedTuple):
     """A tensor of the output. `source`: its name in the input, None for one that the output's format asks for (`value`).
 
     `before` and `after` are names of types. `reorder` takes slices of a multiple of `rows_together` rows. `added` goes to each
-    number. `skips`: first rows of the input that are left out. `repeats`: so often the first row comes again behind the last.
-    `parts`: the tensor is what these give one after the other, of the input's tensors (a layer's experts).
+    number. `mirrors`: rows of a head, those of whose second half are negated; 0: none are. `skips`: first rows of the input
+    that are left out. `repeats`: so often the first row comes again behind the last. `parts`: the tensor is what these give one
+    after the other, of the input's tensors (a layer's experts).
     """
 
     name: str
@@ -79,6 +81,7 @@ class Step(NamedTuple):
     rows_together: int = 1
     value: torch.Tensor | None = None
     added: float = 0.0
+    mirrors: int = 0
     skips: int = 0
     repeats: int = 0
     parts: tuple[Step, ...] = ()
@@ -135,11 +138,20 @@ def slices(checkpoint: Checkpoint, step: Step) -> Iterator[torch.Tensor]:
         return
     for rows in _rows(checkpoint, step):
         reordered = rows if step.reorder is None else step.reorder(rows)
+        if step.mirrors:
+            reordered = mirrored(reordered, step.mirrors)
         if step.added:
             reordered = reordered.float() + step.added
         as_stored = step.copied and (is_blocks(step.after) or reordered.dtype == dtype_of(step.after))
         yield reordered if as_stored else _as_type(reordered, step)  # with an adapter in it, it comes wider than it was stored
         checkpoint.release(stack_of(checkpoint, step.source))
+
+
+def mirrored(rows: torch.Tensor, head_dim: int, negate: Negate = torch.neg) -> torch.Tensor:
+    """Rows of whole heads, [heads * head_dim, ...], those of the second halves negated: what turns backwards turns forwards then,
+    and has the same products."""
+    halves = rows.reshape(-1, 2, head_dim // 2, *rows.shape[1:])
+    return torch.stack([halves[:, 0], negate(halves[:, 1])], 1).reshape(rows.shape)
 
 
 def with_repeats(slices: Iterable[torch.Tensor], count: int) -> Iterator[torch.Tensor]:

@@ -44,6 +44,8 @@ from nanovllm_cli.weights.hub_http import (
 T = TypeVar("T")
 
 RETRY_WAITS = (0.5, 1.0, 2.0, 4.0)  # seconds before each further attempt; an attempt that brought data starts them anew
+FIRST_ATTEMPTS = 3
+"""Of the first request, which fails at once where there is no network, and for a path that was misspelt."""
 _MAX_SKIPPED = 64 << 20  # bytes that are read in vain to get at a part of a file
 _SPARE_BYTES = 64 << 20  # that a download leaves free on the disk
 

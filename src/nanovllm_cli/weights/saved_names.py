@@ -12,6 +12,9 @@
     Dory         backbone.layers.3.self_attn.g_proj.weight   backbone.layers.6.mixer.g_proj.weight: attention and MLP are layers
                  backbone.layers.3.lambda_2                  of their own; backbone.layers.7.mlp_alpha
 
+    Talkie       embed.weight, blocks.3.attn.…               model.embed.weight, model.blocks.3.attn.…
+                 lm_head                                     lm_head.weight
+
 What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
 
     Hy4          layers.0.hc_attn_layer.hc_pre.hc_fn         layers.0.attn_hc.fn; hc_base, hc_scale and hc_mlp_layer alike
@@ -54,6 +57,7 @@ _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lam
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
 """Of those stacks' layers: what is one tensor of what."""
+_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", *_IN_ONE_ROW, *_HY4_KINDS)
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -68,7 +72,7 @@ class _Piece(NamedTuple):
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs."""
     kind = checkpoint.config.get("model_type")
-    if checkpoint.format != "hf" or kind not in ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", *_IN_ONE_ROW, *_HY4_KINDS):
+    if checkpoint.format != "hf" or kind not in _KINDS:
         return checkpoint
     names = set(checkpoint.names())
     if kind == "dory":
@@ -85,6 +89,9 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         if kind == "zamba2":
             if found := _LED.fullmatch(name):
                 renamed[f"{found[1]}.{found[2]}"] = name
+        elif kind == "talkie":
+            if (other := _of_a_talkie(name)) != name:
+                renamed[other] = name
         elif kind == "mamba":
             if name == _FIRST_EMBEDDING:
                 renamed["backbone.embeddings.weight"] = name
@@ -107,6 +114,12 @@ def _as_transformers_has_it(name: str) -> str:
     for pattern, other in _HY4:
         name = pattern.sub(other, name)
     return name
+
+
+def _of_a_talkie(name: str) -> str:
+    if name == "lm_head":
+        return "lm_head.weight"
+    return f"model.{name}" if name.startswith(("embed.", "blocks.")) else name
 
 
 def in_one_row(name: str, spec: ModelSpec) -> str:

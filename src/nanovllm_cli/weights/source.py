@@ -311,7 +311,7 @@ def _from_hub(
             "run once without --offline and HF_HUB_OFFLINE; cached are: " + (some(hub.cached_repos(), 8) or "none"),
         )
     try:
-        listing = hub.list_repo(wanted.repo, revision, attempts=1 if here else 1 + len(hub.RETRY_WAITS))
+        listing = hub.list_repo(wanted.repo, revision, attempts=1 if here else hub.FIRST_ATTEMPTS)
     except HubUnreachableError as error:
         if here is None:
             raise
