@@ -13,6 +13,7 @@ import pytest
 import torch
 from transformers import AutoModelForImageTextToText, MuseGlimmerConfig
 
+from calibrating import check_walk
 from engines import SMALL, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
@@ -236,3 +237,8 @@ def test_quantizing_keeps_the_gains(both: tuple[Path, Path], tmp_path: Path) -> 
     assert {kinds[f"blk.{i}.attn_{part}_norm.weight"] for i in range(5) for part in "qk"} == {"F32"}
     tokens = prompts(512)
     assert difference(logits_of(worker_for(tmp_path / "m.gguf"), tokens), logits_of(worker_for(both[0]), tokens)) < 0.3
+
+
+def test_a_calibration_sees_what_the_model_computes(both: tuple[Path, Path]) -> None:
+    """What is embedded is normed."""
+    check_walk(both[0], 500)

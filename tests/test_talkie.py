@@ -14,6 +14,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
+from calibrating import check_walk
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import greedy, worker_for
@@ -152,6 +153,10 @@ def test_in_fewer_bits(folder: Path) -> None:
     wanted = logits_of(worker_for(folder), asked)
     for settings, most in (({"dtype": "bfloat16"}, 0.06), ({"quant": "int8"}, 0.06)):
         assert difference(logits_of(worker_for(folder, **settings), asked), wanted) < most
+
+
+def test_a_calibration_sees_what_the_model_computes(folder: Path) -> None:
+    check_walk(folder, 500)
 
 
 @pytest.fixture(scope="module")

@@ -110,7 +110,7 @@ class Calibration:
     sequences: token ids, none empty. embedding [vocab, hidden]: as the quantized model will have it. dtype: to compute in.
     per_layer: of a model whose layers get numbers of each token; entry: of one that has an `Entry` before them. second_text: of
     one that tells two texts apart, where the second begins in a sequence, or 0. Keys and values that later layers read are kept
-    until the end.
+    until the end. residuals: the stream, a tensor [T, hidden] for each batch of sequences.
     """
 
     def __init__(
@@ -135,16 +135,16 @@ class Calibration:
         self.num_tokens = sum(batch.num_tokens for batch in self._batches)
         self._num_blocks = max(int(batch.slots.max()) for batch in self._batches) // platform.config.block_size + 1
         platform.enter()
-        self._residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
+        self.residuals = [_embed(batch.token_ids, embedding, spec, dtype) for batch in self._batches]
         if entry is not None:
-            pairs = zip(self._batches, self._residuals, strict=True)
-            self._residuals = [entry(residual, batch.positions, batch.segments) for batch, residual in pairs]
+            pairs = zip(self._batches, self.residuals, strict=True)
+            self.residuals = [entry(residual, batch.positions, batch.segments) for batch, residual in pairs]
         self._own: list[torch.Tensor] | None = None
         if per_layer is not None:
-            pairs = zip(self._batches, self._residuals, strict=True)
+            pairs = zip(self._batches, self.residuals, strict=True)
             self._own = [per_layer(batch.token_ids, residual) for batch, residual in pairs]
         reads_entry = any(block.factors is not None for block in spec.blocks)
-        self._entered = [residual.clone() for residual in self._residuals] if reads_entry else None
+        self._entered = [residual.clone() for residual in self.residuals] if reads_entry else None
         self._block = self._build()
 
     def slots(self) -> list[str]:
@@ -220,7 +220,7 @@ class Calibration:
     def advance(self) -> None:
         """The stream goes through the current block, with the weights that are loaded, and to the next one."""
         kept = self._kept[self.layer] = []
-        for number, residual in enumerate(self._residuals):
+        for number, residual in enumerate(self.residuals):
             self._run(number, residual)
             if self.layer in self._read:
                 kept.append(tuple(each.clone() for each in self._block.own_cache))
@@ -245,7 +245,7 @@ class Calibration:
 
     def _run_all(self) -> None:
         """The stream stays where it is."""
-        for number, residual in enumerate(self._residuals):
+        for number, residual in enumerate(self.residuals):
             with contextlib.suppress(_Seen):
                 self._run(number, residual.clone())
 
