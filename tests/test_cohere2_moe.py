@@ -13,10 +13,11 @@ from transformers import Cohere2MoeConfig
 
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert_experts import changed
 from test_convert_families import make_gguf, with_tokenizer

@@ -11,6 +11,7 @@ from typing import Any, Literal
 
 from nanovllm_cli.curve_spec import GATED, Activation, XieluSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.router_spec import RouterSpec
@@ -128,41 +129,6 @@ class MoESpec:
         beside = hidden_size * (self.shared_gate + 2 * (self.latent_size or 0))
         own = self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
         return shared + beside + (own if self.router is None else self.router.num_weights(hidden_size, self.num_experts))
-
-
-@dataclass(frozen=True, slots=True)
-class NormSpec:
-    """RMS norm: x / rms(x) * (offset + weight). offset is 1 for Gemma, else 0. stored_offset: what the checkpoint's numbers have
-    of it already, as in Gemma's GGUF files; it is taken off them, because what is left has few bits. centered: of x without its
-    mean, which is layer norm without a bias; those of heads are not. shifted: with one, and centered. after_eps: of norms of what
-    attention and MLP add, where that is another. gains: without, a checkpoint has no weight for it. unit: rows come to have a
-    length of 1 instead of numbers that do on average, x / |x|, and eps is added to |x|**2; such have no gains (nGPT)."""
-
-    eps: float
-    offset: float = 0.0
-    stored_offset: float = 0.0
-    centered: bool = False
-    shifted: bool = False
-    after_eps: float | None = None
-    gains: bool = True
-    unit: bool = False
-
-    def at(self, width: int) -> NormSpec:
-        """The same of rows that are so wide, as a norm of their mean square."""
-        return replace(self, eps=self.eps / width, offset=width**-0.5) if self.unit else self
-
-    @property
-    def first_gain(self) -> float:
-        """What a gain is until a checkpoint says it, the offset apart."""
-        return 0.0 if self.unit else 1 - self.offset
-
-    def named(self, name: str) -> NormSpec:
-        """That of a block's norm of this name."""
-        return self if self.after_eps is None or not name.startswith("after_") else replace(self, eps=self.after_eps)
-
-    def num_weights(self, width: int) -> int:
-        """Numbers of one that is so wide."""
-        return width * (self.gains + self.shifted)
 
 
 BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original", "sphere"]

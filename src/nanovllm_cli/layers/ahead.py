@@ -15,7 +15,7 @@ from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.mixer_spec import AheadSpec, AttentionSpec, PairSpec
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 
 
 class Beside:

@@ -19,7 +19,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.streams_spec import StreamsSpec
 
 

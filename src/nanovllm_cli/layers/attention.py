@@ -13,7 +13,7 @@ from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 

@@ -16,7 +16,7 @@ import torch
 from nanovllm_cli.kernels.ops import Ops
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec
 
 

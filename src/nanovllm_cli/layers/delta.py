@@ -18,7 +18,7 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 from nanovllm_cli.state_spec import DeltaSpec
 

@@ -9,7 +9,8 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import StreamNorm
 from nanovllm_cli.layers.rescaling import RescaledEntry
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import EntrySpec, NormSpec
+from nanovllm_cli.model_spec import EntrySpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 

@@ -11,7 +11,7 @@ from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import StreamNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
 from nanovllm_cli.mixer_spec import IndexerSpec
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 
 

@@ -8,7 +8,7 @@ import torch
 from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 
 
 class RMSNorm:
@@ -23,17 +23,23 @@ class RMSNorm:
 
     def __call__(self, x: Addend | None, residual: torch.Tensor) -> Hidden:
         spec = self.spec
+        if spec.groups > 1:
+            if x is not None:
+                self.ops.join(x, residual)
+            return self.alone(residual)
         return self.ops.add_rms_norm(x, residual, self.weight, spec.eps, spec.offset, spec.centered, self.bias)
 
     def before_joining(self, x: torch.Tensor, factor: float = 1.0) -> Addend:
         """The norm of x, which whoever reads the residual stream next has to take and to add."""
         assert not self.spec.centered, "no model centers what joins"
+        assert self.spec.groups == 1, "nor has it parts"
         return Addend(Normed(x, self.weight, self.spec.eps, self.spec.offset), factor)
 
     def alone(self, x: torch.Tensor) -> torch.Tensor:
         """The norm of x, which joins no residual stream yet. Its rows may be parts of one that is as wide as the gains."""
         assert not self.spec.centered, "nor what does not"
-        return self.ops.rms_norm(x, self.weight, self.spec.eps, self.spec.offset)
+        parts = x if self.spec.groups == 1 else x.view(-1, self.weight.shape[0] // self.spec.groups)
+        return self.ops.rms_norm(parts, self.weight, self.spec.eps, self.spec.offset).view(x.shape)
 
     def slots(self) -> Slots:
         gains = {"weight": table_slot(self.weight, self.spec.stored_offset)} if self.spec.gains else {}

@@ -13,7 +13,7 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.mixer_spec import PairSpec
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 
 
 class Pair(Mixer):

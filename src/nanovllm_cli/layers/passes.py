@@ -8,7 +8,7 @@ from nanovllm_cli.kernels.ops import Addend, Ops, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 
 

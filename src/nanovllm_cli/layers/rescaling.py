@@ -11,7 +11,7 @@ from nanovllm_cli.kernels.ops import Addend, plain
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import NormSpec
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows
 
 

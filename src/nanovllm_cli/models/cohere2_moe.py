@@ -10,7 +10,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.cohere import COHERE2
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
@@ -18,6 +18,7 @@ from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, has_none
 from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.norm_spec import NormSpec
 
 _KINDS = ("dense", "sparse")
 _DEFAULTS: dict[str, Any] = {

@@ -27,8 +27,9 @@ from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.layers.taps import Taps
-from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.block import Block
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 

@@ -13,11 +13,12 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import attention_in
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all
 from nanovllm_cli.models.names import MATRICES, projections
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec
 
 _EPS = 1e-6  # of all norms, whatever a config says

@@ -7,10 +7,11 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import BlockOrder, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import BlockOrder, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.names import GGUF_NAMES, HF_NAMES
+from nanovllm_cli.norm_spec import NormSpec
 
 SQUARED = {"relu2": "relu2"}
 """See `Family.ungated`."""

@@ -11,10 +11,11 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, no_file
 from nanovllm_cli.models.names import OUT_BIAS, POST_HF_NAMES, SANDWICH_GGUF_NAMES
+from nanovllm_cli.norm_spec import NormSpec
 
 SANDWICH_HF_NAMES = POST_HF_NAMES | {
     "blocks.{i}.mlp_norm.weight": "model.layers.{i}.pre_feedforward_layernorm.weight",

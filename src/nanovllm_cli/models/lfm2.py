@@ -9,12 +9,13 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import modules, weights_and_biases
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import ConvSpec
 
 CONV, ATTENTION = "conv", "full_attention"

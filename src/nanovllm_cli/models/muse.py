@@ -11,13 +11,14 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, ReadValues, has_all, has_none, usual_keys
 from nanovllm_cli.models.gemma import SANDWICH_HF_NAMES
 from nanovllm_cli.models.names import SANDWICH_GGUF_NAMES
+from nanovllm_cli.norm_spec import NormSpec
 
 _EVERY = 4
 _AFTER_EPS = 1e-8  # which llama.cpp takes for granted

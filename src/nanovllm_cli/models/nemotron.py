@@ -9,7 +9,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, usual_keys, weight_keys
@@ -22,6 +22,7 @@ from nanovllm_cli.models.mamba import (
     mamba_hf_names,
 )
 from nanovllm_cli.models.names import each_expert, projections, weights_and_biases
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import DeltaSpec
 
 _MAMBA, _ATTENTION, _MLP, _EXPERTS = "M", "*", "-", "E"

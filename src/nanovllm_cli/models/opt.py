@@ -11,11 +11,12 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import EntrySpec, ModelSpec, NormSpec
+from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, no_file, usual_keys
 from nanovllm_cli.models.names import modules, weights_and_biases
+from nanovllm_cli.norm_spec import NormSpec
 
 _UNUSED = 2
 """Rows of the table of positions in front of the first one's."""

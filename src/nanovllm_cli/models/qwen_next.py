@@ -8,13 +8,14 @@ from collections.abc import Callable
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec, MoESpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec, MoESpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
 from nanovllm_cli.models.families import QWEN2
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none
 from nanovllm_cli.models.names import QWEN_NAMES, projections
 from nanovllm_cli.models.rotary import woven
+from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import DeltaSpec
 
 LINEAR, ATTENTION = "linear_attention", "full_attention"

@@ -89,6 +89,7 @@ from nanovllm_cli.models.hunyuan4 import HY_V4, HY_V4_VL
 from nanovllm_cli.models.hyperclovax import HYPERCLOVAX
 from nanovllm_cli.models.internlm import INTERNLM2, INTERNLM3
 from nanovllm_cli.models.jamba import JAMBA
+from nanovllm_cli.models.k2_horizon import K2_HORIZON
 from nanovllm_cli.models.kimi import KIMI_LINEAR
 from nanovllm_cli.models.kolibri import KOLIBRI1
 from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
@@ -331,6 +332,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Step3p5ForCausalLM": STEP,
     "Step3p7ForConditionalGeneration": STEP,
     "StepVLForConditionalGeneration": QWEN3,
+    **dict.fromkeys(("K2HorizonForCausalLM", "K2AuroraForCausalLM"), K2_HORIZON),
     "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,

@@ -10,7 +10,7 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deci import of_layers
 from nanovllm_cli.models.experts import ExpertKeys, held, layers_without_experts, limits_in_gguf, limits_of, with_shared
@@ -18,6 +18,7 @@ from nanovllm_cli.models.families import FULL, MAX_LAYERS, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, check_usual, usual_keys
 from nanovllm_cli.models.names import MATRICES, projections
 from nanovllm_cli.models.rotary import checked_rope
+from nanovllm_cli.norm_spec import NormSpec
 
 _LAYER = "model.layers.{i}"
 _KEYS = {

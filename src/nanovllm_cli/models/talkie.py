@@ -12,11 +12,12 @@ from dataclasses import replace
 from typing import Any, NamedTuple
 
 from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.model_spec import ModelSpec, NormSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import Family, GGUFField, GGUFTable, ReadValues, check_usual, has_all
 from nanovllm_cli.models.names import MATRICES, TALKIE_GAINS
 from nanovllm_cli.models.rotary import normed_when_turned
+from nanovllm_cli.norm_spec import NormSpec
 
 MOST = 1e3
 """Of one of its numbers; those of a head's queries are a few."""

@@ -147,6 +147,9 @@ _AFMOE = (
     r"\x{1780}-\x{17FF}\x{1000}-\x{109F}\x{AA60}-\x{AA7F}\x{A9E0}-\x{A9FF}\x{AC00}-\x{D7AF}\x{1100}-\x{11FF}]+",
     _DEEPSEEK_V3[-1],
 )
+_K2_HORIZON = (
+    rf"{_CONTRACTION}|[^\r\n\p{{L}}\p{{N}}]?[\p{{L}}\p{{M}}\x{{200C}}\x{{200D}}]+|\p{{N}}{{1,3}}|{_PUNCTUATION}[\r\n]*|{_SPACES}"
+)
 _KIMI = r"[\p{Han}]+|" + _cased_words(r"\p{N}{1,3}", but=r"&&[^\p{Han}]", ends=r"\r\n")
 _YOUTU = (
     r"[\x{AC00}-\x{D7A3}\x{3131}-\x{318E}]+|[\x{FF01}\x{2026}\x{201C}\x{201D}\x{2018}\x{2019}\x{2014}\x{FF1A}\x{FF1B}\x{FF0C}"
@@ -190,6 +193,7 @@ def _table() -> dict[str, PreTokenization]:
     add("deepseek-v3 hunyuan-dense joyai-llm hy_v4", *_DEEPSEEK_V3)
     add("spark2_5", *_SPARK)
     add("kimi-k2", _KIMI)
+    add("k2-horizon", _K2_HORIZON)
     add("youtu", *_YOUTU, ignore_merges=True)
     add("falcon", *_FALCON)
     add("gpt-2 phi-2 mpt jais trillion granite-docling gigachat a.x-4.0 mellum exaone4", _GPT2)

@@ -29,6 +29,8 @@ MAX_VOCABULARY_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
+_SINGLE_TEMPLATES = ("chat_template.jinja", "chat_template_generation.jinja")
+"""The last one that is there counts: K2 Horizon 0.9B has what it is served with beside an older one."""
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -268,9 +270,9 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):
                 found[str(entry.get("name", "default"))] = entry["template"]
-    single = folder / "chat_template.jinja"
-    if single.is_file():
-        found["default"] = _read_text(single, MAX_TEMPLATE_BYTES)
+    for single in map(folder.joinpath, _SINGLE_TEMPLATES):
+        if single.is_file():
+            found["default"] = _read_text(single, MAX_TEMPLATE_BYTES)
     for directory in ("chat_templates", "additional_chat_templates"):
         for path in sorted((folder / directory).glob("*.jinja"))[:_MAX_TEMPLATES]:
             found[path.stem] = _read_text(path, MAX_TEMPLATE_BYTES)

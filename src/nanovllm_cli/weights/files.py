@@ -45,6 +45,7 @@ _SETTINGS = {
     "vocab.txt",
     "merges.txt",
     "chat_template.jinja",
+    "chat_template_generation.jinja",
     "chat_template.json",
     "hf_quant_config.json",
     "quantize_config.json",
