@@ -103,7 +103,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
-from nanovllm_cli.models.nanbeige import NANBEIGE
+from nanovllm_cli.models.nanbeige import NANBEIGE, OURO
 from nanovllm_cli.models.nanochat import NANOCHAT
 from nanovllm_cli.models.nemotron import NEMOTRON, NEMOTRON_H, NEMOTRON_PUZZLE
 from nanovllm_cli.models.nomic import NOMIC_BERT
@@ -333,6 +333,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Step3p7ForConditionalGeneration": STEP,
     "StepVLForConditionalGeneration": QWEN3,
     **dict.fromkeys(("K2HorizonForCausalLM", "K2AuroraForCausalLM"), K2_HORIZON),
+    "OuroForCausalLM": OURO,
     "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
