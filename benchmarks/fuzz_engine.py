@@ -209,7 +209,7 @@ def ask(r: random.Random, before: list[RequestOutput], spec: ModelSpec, context:
         prompt = [r.randrange(spec.vocab_size) for _ in prompt]
     if before and r.random() < 0.35:
         told = r.choice(before)
-        prompt = [*told.prompt_ids, *told.outputs[-1].token_ids, *prompt[: r.choice((0, 1, 5))]]
+        prompt = [*told.prompt_token_ids, *told.outputs[-1].token_ids, *prompt[: r.choice((0, 1, 5))]]
     prompt = prompt[: context - 1]
     given = {name: r.choice(values) for name, (chance, values) in CHOICES.items() if r.random() < chance}
     given |= {"temperature": r.choice((0.0, 0.0, 0.7, 1.5, 3.0)), "seed": r.randrange(99)}

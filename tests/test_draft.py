@@ -245,7 +245,7 @@ def test_what_was_saved_of_a_conversation_has_the_draft_models_part(tmp_path: Pa
     params = SamplingParams(temperature=0.0, max_tokens=90, ignore_eos=True)
     with LLM("tiny", config=config) as llm:
         (output,) = llm.generate("Once upon a time there was", params)
-        ids = [*output.prompt_ids, *output.outputs[0].token_ids]
+        ids = [*output.prompt_token_ids, *output.outputs[0].token_ids]
         assert llm.save_kv(ids, tmp_path / "kv") >= 64
         assert llm.draft_model is not None
         assert llm.weight_bytes == 2 * llm.read_bytes

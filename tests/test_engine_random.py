@@ -76,7 +76,7 @@ def ask(r: random.Random, before: list[RequestOutput]) -> Asked:
     prompt = TEXT[r.choice((0, 0, 7)) :][: r.choice((1, 15, 16, 17, 33, 48, 80, CONTEXT - 1))]
     if before and r.random() < 0.3:
         told = r.choice(before)
-        prompt = [*told.prompt_ids, *told.outputs[0].token_ids, *prompt[:5]][: CONTEXT - 1]
+        prompt = [*told.prompt_token_ids, *told.outputs[0].token_ids, *prompt[:5]][: CONTEXT - 1]
     room = CONTEXT - len(prompt)
     given = {name: r.choice(values) for name, (chance, values) in CHOICES.items() if r.random() < chance}
     given |= {"temperature": r.choice((0.0, 1.0, 1.5)), "seed": r.randrange(99)}

@@ -22,6 +22,7 @@ from transformers import LlamaConfig
 
 from engines import SMALL, greedy, random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, errors
+from nanovllm_cli.config import engine_config
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.errors import ModelNotFoundError, PromptTooLongError, UsageError
 from nanovllm_cli.llm import QUEUE_FACTOR
@@ -163,7 +164,7 @@ def test_texts_and_ids_one_or_several_give_what_transformers_gives(model: Model,
     together = llm.generate(prompts, greedy(16))
     assert [ids_of(output) for output in together] == expected
     assert [output.outputs[0].text for output in together] == [text_of(ids) for ids in expected]
-    assert [output.prompt_ids for output in together[:2]] == [tuple(b"Once upon a time"), tuple(b"Once")]
+    assert [output.prompt_token_ids for output in together[:2]] == [tuple(b"Once upon a time"), tuple(b"Once")]
     for prompt, ids in zip(prompts[:2], expected, strict=False):
         (alone,) = llm.generate(prompt, greedy(16))
         assert ids_of(alone) == ids
@@ -185,7 +186,7 @@ def test_outputs_come_in_the_order_of_the_prompts_whatever_each_asks_for(llm: LL
     each = [greedy(12), greedy(1), SamplingParams(seed=5, max_tokens=7, ignore_eos=True), greedy(3)]
     prompts = ["first", "second", "third", "fourth"]
     outputs = llm.generate(prompts, each)
-    assert [bytes(output.prompt_ids).decode() for output in outputs] == prompts
+    assert [bytes(output.prompt_token_ids).decode() for output in outputs] == prompts
     assert [len(ids_of(output)) for output in outputs] == [12, 1, 7, 3]
     for prompt, params, output in zip(prompts, each, outputs, strict=True):
         assert ids_of(llm.generate(prompt, params)[0]) == ids_of(output)
@@ -283,7 +284,7 @@ def test_chat_renders_the_template_and_answers(model: Model, llm: LLM) -> None:
     assert ids_of(alone) == model.answer(prompt, 8)
     one, other = llm.chat([hello, longer], greedy(8))
     assert ids_of(one) == ids_of(alone)
-    assert list(other.prompt_ids) == [*prompt, *b"yes?", EOS, USER, *b"no", EOS, ASSISTANT]
+    assert list(other.prompt_token_ids) == [*prompt, *b"yes?", EOS, USER, *b"no", EOS, ASSISTANT]
 
 
 def test_control_tokens_in_a_message_stay_text(llm: LLM) -> None:
@@ -403,19 +404,19 @@ def test_several_answers_have_seeds_of_their_own(llm: LLM) -> None:
 def test_logprobs_are_those_of_transformers(model: Model, llm: LLM) -> None:
     params = SamplingParams(seed=3, temperature=0.7, max_tokens=6, ignore_eos=True, logprobs=4, prompt_logprobs=1)
     (output,) = llm.generate("Once upon", params)
-    expected = model.logprobs([*output.prompt_ids, *ids_of(output)])
+    expected = model.logprobs([*output.prompt_token_ids, *ids_of(output)])
     answer = output.outputs[0].logprobs
     assert answer is not None
     assert output.prompt_logprobs is not None
     assert output.prompt_logprobs[0] is None
     entries = [*output.prompt_logprobs[1:], *answer]
     assert len(entries) == len(expected) - 1
-    for entry, row, token_id in zip(entries, expected, [*output.prompt_ids, *ids_of(output)][1:], strict=False):
+    for entry, row, token_id in zip(entries, expected, [*output.prompt_token_ids, *ids_of(output)][1:], strict=False):
         assert entry is not None
         assert entry.token_id == token_id
         assert entry.logprob == pytest.approx(float(row[token_id]), abs=1e-3)
         assert entry.rank == 1 + int((row > row[token_id]).sum())
-    for entry, row in zip(answer, expected[len(output.prompt_ids) - 1 :], strict=False):
+    for entry, row in zip(answer, expected[len(output.prompt_token_ids) - 1 :], strict=False):
         assert [i for i, _ in entry.top] == row.topk(4).indices.tolist()
         assert [value for _, value in entry.top] == pytest.approx(row.topk(4).values.tolist(), abs=1e-3)
 
@@ -468,7 +469,7 @@ def test_nan_in_the_logits_of_one_request_ends_that_one_alone(
     assert ids_of(good[0]) == model.answer(list(b"beside it"), 9)
 
 
-@pytest.mark.parametrize("prompts", [None, 5, 1.5, [None], ["a", 7.5], {"a": 1}, b"bytes", [b"bytes"], {"a"}])
+@pytest.mark.parametrize("prompts", [None, 5, 1.5, [None], ["a", 7.5], b"bytes", [b"bytes"], {"a"}])
 def test_prompts_that_are_none_are_refused_by_name(llm: LLM, prompts: Any) -> None:
     with pytest.raises(UsageError, match=r"^(a prompt is|prompts are) .*, not \w+$"):
         llm.generate(prompts, greedy(1))
@@ -479,9 +480,9 @@ def test_ids_are_whole_numbers_of_any_kind(llm: LLM, make_number: Any) -> None:
     ids = list(b"the cat")
     numbers = [make_number(each) for each in ids]
     [one], [other] = llm.generate(numbers, greedy(3)), llm.generate(ids, greedy(3))
-    assert (one.prompt_ids, ids_of(one)) == (other.prompt_ids, ids_of(other))
+    assert (one.prompt_token_ids, ids_of(one)) == (other.prompt_token_ids, ids_of(other))
     assert len(llm.generate([numbers, numbers], greedy(1))) == 2
-    assert next(llm.stream(numbers, greedy(1))).prompt_ids == tuple(ids)
+    assert next(llm.stream(numbers, greedy(1))).prompt_token_ids == tuple(ids)
 
 
 @pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, 5, None, {"a"}, iter([{"role": "user"}])])
@@ -527,6 +528,56 @@ def test_a_config_that_is_none_is_refused_by_name() -> None:
     for config in ({"max_model_len": 64}, {}, "x"):
         with pytest.raises(UsageError, match="config is an EngineConfig, not "):
             LLM("tiny", config=config)  # type: ignore[arg-type]
+
+
+def test_settings_by_name_are_a_config(llm: LLM) -> None:
+    """As vLLM has them, and some by its names."""
+    settings = {"max_model_len": 64, "dtype": "float32", "enforce_eager": True, "quantization": "int8"}
+    settings["num_gpu_blocks_override"] = 8
+    wanted = EngineConfig(max_model_len=64, dtype="float32", eager=True, quant="int8", num_blocks=8)
+    assert engine_config(None, settings) == wanted
+    assert engine_config(wanted, {}) is wanted
+    with LLM("tiny", max_model_len=48, tensor_parallel_size=1) as short:
+        assert short.max_model_len == 48
+
+
+@pytest.mark.parametrize(
+    ("config", "settings", "message", "hint"),
+    [
+        (None, {"max_len": 5}, "there is no setting 'max_len'", "max_model_len"),
+        (None, {"trust_remote_code": True}, "there is no setting 'trust_remote_code'", "leave it out"),
+        (None, {"seed": 0}, "there is no setting 'seed'", "SamplingParams"),
+        (None, {"zzz": 0}, "there is no setting 'zzz'", "known: dtype"),
+        (None, {"eager": True, "enforce_eager": True}, "eager is given twice", None),
+        (None, {"max_model_len": 0}, "max_model_len must be at least 1", None),
+        (EngineConfig(), {"dtype": "float32"}, "config is given, and dtype beside it", "EngineConfig"),
+    ],
+)
+def test_settings_that_there_are_not(
+    config: EngineConfig | None, settings: dict[str, Any], message: str, hint: str | None
+) -> None:
+    with pytest.raises(UsageError, match=message) as refused:
+        LLM("nowhere/at-all", config=config, **settings)
+    assert hint is None or hint in str(refused.value.hint)
+
+
+def test_prompts_as_vllm_has_them(llm: LLM) -> None:
+    ids = llm.tokenizer.encode("Once")
+    answers = [llm.generate(each, greedy(4))[0] for each in ("Once", {"prompt": "Once"}, {"prompt_token_ids": ids})]
+    answers += llm.generate([{"prompt": "Once"}, {"prompt_token_ids": ids}, "Once"], greedy(4))
+    assert len({(each.prompt_token_ids, each.outputs[0].text) for each in answers}) == 1
+    assert [each.prompt for each in answers] == ["Once", "Once", None, "Once", None, "Once"]
+    assert {each.prompt for each in llm.stream({"prompt": "Once"}, greedy(4))} == {"Once"}
+
+
+@pytest.mark.parametrize("prompt", [
+    {}, {"a": 1}, {"prompt": [1]}, {"prompt_token_ids": "a"}, {"role": "user", "content": "a"},
+    {"prompt": "a", "multi_modal_data": {}},
+])  # fmt: skip
+def test_mappings_that_are_no_prompts(prompt: dict[str, Any], llm: LLM) -> None:
+    for each in (prompt, [prompt, "a"]):
+        with pytest.raises(UsageError, match="a prompt's keys are 'prompt', a text, or 'prompt_token_ids'"):
+            llm.generate(each, greedy(2))
 
 
 @pytest.mark.parametrize("params", [5, "x", "", [], {}, {"temperature": 1}, [None, None], [greedy(1), {}]])

@@ -235,7 +235,7 @@ def test_nobody_makes_way_for_guesses(folder: Path) -> None:
     form = greedy(40, constraint=Constraint("regex", "1{9}"))
     engine = engine_with(folder, 8, num_blocks=7, enable_prefix_caching=False)
     outputs = run(engine, [(PROMPT, form)] * 3)
-    assert [len(output.prompt_ids) + output.outputs[0].num_tokens for output in outputs] == [32] * 3
+    assert [len(output.prompt_token_ids) + output.outputs[0].num_tokens for output in outputs] == [32] * 3
     assert sum(output.metrics.num_held_tokens for output in outputs) > 4
     assert engine.stats().preemptions == 0
 

@@ -89,7 +89,7 @@ def test_a_gguf_file_is_what_it_would_be_with_these_settings(changed: dict[str, 
         llm = LLM(path, config=EngineConfig(threads=2, num_blocks=64, overrides=overrides))  # type: ignore[arg-type]
         answer = llm.generate(["Once upon a time", "The dog"], GREEDY)
         chat = llm.chat([[{"role": "user", "content": "Hello"}]], GREEDY)
-        return [(each.prompt_ids, each.outputs[0].text) for each in (*answer, *chat)]
+        return [(each.prompt_token_ids, each.outputs[0].text) for each in (*answer, *chat)]
 
     with_it = said(tiny_gguf, **changed)
     assert with_it == said(written_anew(tiny_gguf, tmp_path / "anew.gguf", changed))

@@ -161,8 +161,8 @@ def test_a_model_without_files_answers(tmp_path: Path, quant: str | None) -> Non
         with LLM(name, config=config) as llm:
             (output,) = llm.generate("héllo", SamplingParams(temperature=0.0, max_tokens=5))
             answers.append(output.outputs[0].token_ids)
-            assert len(output.prompt_ids) == 6
-            assert llm.tokenizer.decode(output.prompt_ids) == "héllo"
+            assert len(output.prompt_token_ids) == 6
+            assert llm.tokenizer.decode(output.prompt_token_ids) == "héllo"
     assert answers[0] == answers[1]
     assert len(answers[0]) == 5
 

@@ -202,7 +202,7 @@ def asked(path: Path) -> tuple[list[int], list[int], list[float], list[int]]:
     with LLM(path, config=EngineConfig(threads=2, dtype="float32", num_blocks=32)) as llm:
         words = [llm.tokenizer.control_tokens[word] for word in WORDS]
         (answer,) = llm.chat(said, greedy(6, logprobs=0))
-        return list(answer.prompt_ids), list(answer.outputs[0].token_ids), logprobs_of(answer), words
+        return list(answer.prompt_token_ids), list(answer.outputs[0].token_ids), logprobs_of(answer), words
 
 
 def test_a_model_and_what_is_made_of_it_answer_alike_by_either_template(tmp_path: Path) -> None:

@@ -181,7 +181,7 @@ def test_a_page_is_read_by_the_models_own_template(tmp_path: Path) -> None:
     llm = LLM(folder, config=EngineConfig(threads=2, num_blocks=64, dtype="float32"))
     try:
         (output,) = llm.chat([[{"role": "user", "content": content}]], SamplingParams(max_tokens=4, temperature=0))
-        ids = list(output.prompt_ids)
+        ids = list(output.prompt_token_ids)
         image, first, last = (llm.tokenizer.control_tokens[word] for word in WORDS["glm"][:3])
         assert ids.count(image) == 4 * 3
         assert ids[ids.index(image) - 1] == first

@@ -6,11 +6,12 @@ values; this file only says what was asked for, and refuses what makes no sense.
 
 from __future__ import annotations
 
+import difflib
 import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, fields
 from numbers import Integral, Real
-from typing import Literal, NamedTuple, get_args
+from typing import Any, Literal, NamedTuple, get_args
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.overrides import Override, as_overrides
@@ -39,6 +40,18 @@ MTP_TOKENS = 4
 MAX_SCALE = 1e6
 MAX_LORA_MODULES = 64
 MAX_LORA_NAME = 200
+_NAMES_OF_VLLM = {"enforce_eager": "eager", "quantization": "quant", "num_gpu_blocks_override": "num_blocks",
+                  "kv_cache_memory_bytes": "kv_cache_bytes", "scheduling_policy": "policy"}  # fmt: skip
+_HABITS = {
+    "trust_remote_code": "no code that comes with a model is ever run: leave it out",
+    "seed": "each request has its own: SamplingParams(seed=…)",
+    "tokenizer": "a model's own files have it: leave it out",
+    "swap_space": "a sequence that has to wait is computed anew: leave it out",
+    "disable_log_stats": "nothing is logged unasked: leave it out",
+    "speculative_config": "settings of their own say it: draft_model, mtp, num_speculative_tokens",
+    "limit_mm_per_prompt": "images are bounded by the context alone: leave it out",
+}
+"""Of vLLM's settings, what to do here instead."""
 RopeKind = Literal["none", "linear", "dynamic", "yarn"]
 
 
@@ -239,6 +252,25 @@ class EngineConfig:
     def cache_types(self) -> tuple[KVCacheDType, KVCacheDType]:
         """What K and V are to be kept as."""
         return self.cache_type_k or self.kv_cache_dtype, self.cache_type_v or self.kv_cache_dtype
+
+
+def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> EngineConfig:
+    """The config, or one of settings by their names here or in vLLM. UsageError for both together, and for other names."""
+    if config is not None and not isinstance(config, EngineConfig):
+        raise UsageError(f"config is an EngineConfig, not {type(config).__name__}")
+    if config is not None and settings:
+        raise UsageError(f"config is given, and {next(iter(settings))} beside it", "put all of it into EngineConfig(…)")
+    known, ours = [field.name for field in fields(EngineConfig)], dict[str, Any]()
+    for name, value in settings.items():
+        own = _NAMES_OF_VLLM.get(name, name)
+        if own not in known:
+            near = difflib.get_close_matches(name, known, n=2)
+            hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
+            raise UsageError(f"there is no setting {name!r}", _HABITS.get(name, hint))
+        if own in ours:
+            raise UsageError(f"{own} is given twice")
+        ours[own] = value
+    return EngineConfig(**ours) if config is None else config
 
 
 def _rope(given: object) -> RopeChange:

@@ -27,7 +27,7 @@ from typing import Any, NoReturn, Self
 
 import torch
 
-from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.config import EngineConfig, Lora, engine_config
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
@@ -42,7 +42,7 @@ from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.progress import LoadProgress, NullProgress
-from nanovllm_cli.prompts import Prompt, listed, token_ids
+from nanovllm_cli.prompts import Prompt, listed, text_of, token_ids
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.sampling_params import SamplingParams, params_for
@@ -79,10 +79,10 @@ MESSAGES_HINT = 'for example: [{"role": "user", "content": "hello"}]'
 class LLM:
     """A loaded model with its tokenizer and engine.
 
-    model: a path, a hub name or an alias (see weights/source.py), or what `find` has found. config: memory, context,
-    batching, dtype. chat_template: the source of one, instead of the model's own; tool_format, reasoning_format: by
-    name, instead of what it says. shows_calls: special tokens of tool calls stay in the text, for a parser of
-    `answer_format`. progress: told about download and loading.
+    model: a path, a hub name or an alias (see weights/source.py), or what `find` has found. config: memory, context, batching,
+    dtype; settings: the same by name, LLM("tiny", max_model_len=512). chat_template: the source of one, instead of the model's
+    own; tool_format, reasoning_format: by name, instead of what it says. shows_calls: special tokens of tool calls stay in the
+    text, for a parser of `answer_format`. progress: told about download and loading.
     Its `engine` is for who has a loop of its own; nothing else of this object may generate meanwhile.
     lora, lora_modules, control_vectors, draft_model, mmproj (what images are read by): by their paths. mtp: whether its own layer
     guesses. dtype: of weights and activations. vision: of a model that reads images, which messages have as data URLs
@@ -108,10 +108,9 @@ class LLM:
         reasoning_format: str | None = None,
         shows_calls: bool = False,
         progress: LoadProgress | None = None,
+        **settings: Any,
     ) -> None:
-        config = EngineConfig() if config is None else config
-        if not isinstance(config, EngineConfig):
-            raise UsageError(f"config is an EngineConfig, not {type(config).__name__}")
+        config = engine_config(config, settings)
         progress = progress or NullProgress()
         if not isinstance(model, ResolvedModel):
             model = self.find(model, config=config, offline=offline, revision=revision, progress=progress)
@@ -243,10 +242,12 @@ class LLM:
     ) -> list[RequestOutput]:
         """One output per prompt, in their order; all run together.
 
-        prompts: a text, a list of token ids, or a list of these. params: for all, or one for each; None takes the model's
-        own defaults. Raises UsageError and PromptTooLongError before anything runs.
+        prompts: see `Prompt`, or a list of these. params: for all, or one for each; None takes the model's own defaults. Raises
+        UsageError and PromptTooLongError before anything runs.
         """
-        return self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in listed(prompts)], params, progress)
+        asked = listed(prompts)
+        outputs = self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in asked], params, progress)
+        return [output._replace(prompt=text_of(prompt)) for output, prompt in zip(outputs, asked, strict=True)]
 
     def chat(
         self,
@@ -276,7 +277,7 @@ class LLM:
             finished = False
             while not finished:
                 for output in self._readers.step((request_id,)):
-                    yield output
+                    yield output._replace(prompt=text_of(prompt))
                     finished = output.finished
         finally:
             self._readers.drop([request_id])

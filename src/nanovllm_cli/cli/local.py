@@ -328,15 +328,15 @@ class LocalAnswerer:
             if known is not None:
                 from nanovllm_cli.text.reasoning import split
 
-                reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_ids)))
-            elif (make := self._prompting.parser_for(list(output.prompt_ids))) is not None:
+                reasoning, content = split(each.text, known, self._prompting.tail(list(output.prompt_token_ids)))
+            elif (make := self._prompting.parser_for(list(output.prompt_token_ids))) is not None:
                 parser = make()
                 content = parser.push(each.text).content + parser.finish().content
             logprobs = None if each.logprobs is None else records.logprob_records(each.logprobs, self._llm)
             reasons = each.finish_reason, each.stop_reason, each.error, each.unmeetable
             answers.append(Answer(each.index, content, reasoning, each.num_tokens, logprobs, *reasons))
         total = sum(each.num_tokens for each in output.outputs)
-        usage = Usage(len(output.prompt_ids), output.metrics.num_cached_tokens, total)
+        usage = Usage(len(output.prompt_token_ids), output.metrics.num_cached_tokens, total)
         prompt = None
         if output.prompt_logprobs is not None:
             asked = output.prompt_logprobs

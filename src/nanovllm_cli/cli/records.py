@@ -72,7 +72,7 @@ class Statistics:
     def of(cls, output: RequestOutput, llm: LLM, load_seconds: float | None, now: float) -> Statistics:
         """Of one request, finished or cut off at `now` (time.monotonic's clock)."""
         metrics = output.metrics
-        prompt, cached = len(output.prompt_ids), metrics.num_cached_tokens
+        prompt, cached = len(output.prompt_token_ids), metrics.num_cached_tokens
         answers = sum(answer.num_tokens for answer in output.outputs)
         started, first, end = metrics.first_scheduled, metrics.first_token, metrics.finished or now
         reading = first - started if first is not None and started is not None else None

@@ -87,13 +87,15 @@ class RequestMetrics(NamedTuple):
 class RequestOutput(NamedTuple):
     """A request after a step in which something of it changed (a prefill chunk counts).
 
-    pooled: [hidden] of a text that was embedded, with its last output; not normalised.
+    pooled: [hidden] of a text that was embedded, with its last output; not normalised. prompt: what `LLM` was given, where that
+    was a text.
     """
 
     request_id: str
-    prompt_ids: tuple[int, ...]
+    prompt_token_ids: tuple[int, ...]
     outputs: tuple[CompletionOutput, ...]
     finished: bool
     metrics: RequestMetrics
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     pooled: tuple[float, ...] | None = None
+    prompt: str | None = None
