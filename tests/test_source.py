@@ -448,6 +448,7 @@ def test_a_link_to_nowhere_and_others_addresses_are_called_that(home: Path) -> N
     for name, what in (
         ("model-q4.gguf", "model-q4.gguf is a link to a file that is not there"),
         ("https://example.com/m.gguf", "https://example.com/m.gguf is no model's address"),
+        ("file:///m.gguf", "file:///m.gguf is no model's address"),
     ):
         with pytest.raises(ModelNotFoundError) as missing:
             resolve(name)

@@ -414,6 +414,8 @@ def _not_found(name: str, known: Mapping[str, str]) -> ModelNotFoundError:
     shown = shown if len(shown) <= 200 else shown[:200] + "…"
     if "\0" not in name and os.path.islink(os.path.expanduser(name)):
         return ModelNotFoundError(f"{shown} is a link to a file that is not there", "put the file there, or link to another")
+    if name.startswith("file://"):
+        return ModelNotFoundError(f"{shown} is no model's address", f"a path is given as it is: {name.removeprefix('file://')}")
     if "://" in name:
         return ModelNotFoundError(
             f"{shown} is no model's address", "addresses of https://huggingface.co are; download others first"
