@@ -136,6 +136,13 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]},
         "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpm_ocr_vision", "image_size": 28},
     }),
+    "got": ("GotOcr2", {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": {
+            "hidden_size": 32, "output_channels": 10, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 48,
+            "patch_size": 2, "window_size": 5, "global_attn_indexes": [1], "mlp_dim": 40, "layer_norm_eps": 1e-3,
+        },
+    }),
     "aya": ("AyaVision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
         "vision_config": SIGLIP,
@@ -161,6 +168,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
+    "got": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
@@ -176,7 +184,7 @@ FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
-         "granite4": [(32, 32)],
+         "granite4": [(32, 32)], "got": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 

@@ -23,6 +23,7 @@ from transformers import (
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    GotOcr2Config,
     Granite4VisionConfig,
     GraniteDoclingConfig,
     HunYuanVLConfig,
@@ -208,6 +209,11 @@ MODELS: dict[str, Any] = {
                                "num_key_value_heads": 1},
         },
     ),
+    "got-ocr2": GotOcr2Config(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, tie_word_embeddings=False,
+        vision_config={"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 1,
+                       "output_channels": 6, "window_size": 3, "global_attn_indexes": [1], "mlp_dim": 20},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
@@ -295,7 +301,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
         return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
-    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision") or tower.norm_placed:
+    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision", "got_ocr2") or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]

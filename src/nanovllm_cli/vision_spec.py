@@ -184,8 +184,8 @@ class TowerSpec:
     by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
     see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
-    multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, in whose rows learned ones look
-    for what is read instead of its own (see `SamSpec`). deep: layers, in order, whose rows, merged by mergers of their own,
+    multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
+    layers; see `SamSpec`. deep: layers, in order, whose rows, merged by mergers of their own,
     are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
     """
 
@@ -343,7 +343,9 @@ class VisionSpec:
             height, width, pixels, _, mosaic = placed.image
             if mosaic is None and self.size.kind == "mosaic":
                 return False
-            if self.size.kind == "pages" and (height != width or height not in (self.size.tile, self.size.longest_side)):
+            if self.tower.sam is not None and height != width:
+                return False
+            if self.size.kind == "pages" and height not in (self.size.tile, self.size.longest_side):
                 return False
             if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
                 return False

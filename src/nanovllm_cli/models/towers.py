@@ -40,6 +40,7 @@ from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vi
 from nanovllm_cli.models.towers_deepseek import DEEPSEEK_OCR2_NAMES, deepseek_ocr2, deepseek_ocr2_code
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
@@ -224,6 +225,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
+    "GotOcr2ForConditionalGeneration": TowerFamily(got_ocr2, GOT_NAMES),
     "Granite4VisionForConditionalGeneration": TowerFamily(granite4, GRANITE4_NAMES),
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
