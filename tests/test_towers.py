@@ -116,6 +116,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3"}, "downsample_ratio": 0.5,
         "vision_config": INTERNVL | {"norm_type": "rms_norm", "hidden_act": "silu", "image_size": [48, 48], "patch_size": [4, 4]},
     }),
+    "qianfan": ("QianfanOCR", {"text_config": TEXT | {"model_type": "qwen3"}, "vision_config": INTERNVL}),
     "lfm2": ("Lfm2Vl", {
         "text_config": TEXT | {"model_type": "lfm2", "layer_types": ["full_attention"]}, "downsample_factor": 2,
         "projector_hidden_size": 56,
@@ -171,6 +172,7 @@ IN_PIECES: dict[str, dict[str, Any]] = {
     "got": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
+    "qianfan": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
     "command_a": HALVES | {"size": {"height": 48, "width": 48}, "patch_size": 6},
@@ -183,7 +185,7 @@ CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
-         "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
+         "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
          "granite4": [(32, 32)], "got": [(48, 48)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip

@@ -40,6 +40,7 @@ from transformers import (
     Mistral3Config,
     PaddleOCRVLConfig,
     PaliGemmaConfig,
+    QianfanOCRConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -165,6 +166,10 @@ MODELS: dict[str, Any] = {
     "internvl": InternVLConfig(
         text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4}, tie_word_embeddings=False,
+    ),
+    "qianfan-ocr": QianfanOCRConfig(
+        text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4},
     ),
     "aya-vision": AyaVisionConfig(
         text_config=COHERE_TEXT, image_token_index=512,
@@ -301,7 +306,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
         return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
-    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision", "got_ocr2") or tower.norm_placed:
+    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision", "got_ocr2", "qianfan_ocr") or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]

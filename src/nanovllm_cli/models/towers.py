@@ -43,7 +43,13 @@ from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
-from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
+from nanovllm_cli.models.towers_internvl import (
+    INTERNVL_CHAT_NAMES,
+    INTERNVL_NAMES,
+    internvl,
+    internvl_chat,
+    qianfan_ocr,
+)
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
@@ -245,6 +251,7 @@ TOWERS: dict[str, TowerFamily] = {
     "MiniCPMV4_7ForConditionalGeneration": TowerFamily(minicpm_4_7, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
+    "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,

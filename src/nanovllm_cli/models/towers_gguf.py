@@ -345,7 +345,7 @@ PROJECTORS = {
     ),
     "internvl": Projector(
         "InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), _internvl,
-        also=("InternVLChatModel",),
+        also=("InternVLChatModel", "QianfanOCRForConditionalGeneration"),
     ),
 }  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}

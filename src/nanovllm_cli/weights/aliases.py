@@ -211,6 +211,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "got-ocr2": {"0.6b": "stepfun-ai/GOT-OCR-2.0-hf"},
+    "qianfan-ocr": {"4b": "baidu/Qianfan-OCR"},
     "dory": {"4b": "nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16"},
     "hrm-text": {"1b": "sapientinc/HRM-Text-1B"},
     "ax-k1": {"519b": "skt/A.X-K1"},
