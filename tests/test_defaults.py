@@ -150,6 +150,7 @@ OTHER_TOWERS = {
     "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
+    "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused
 }  # fmt: skip
 
 

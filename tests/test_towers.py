@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fastvit
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models import tower_attention
 from nanovllm_cli.models.tower import Tower, TowerRows
@@ -144,6 +145,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
             "patch_size": 2, "window_size": 5, "global_attn_indexes": [1], "mlp_dim": 40, "layer_norm_eps": 1e-3,
         },
     }),
+    "fastvlm": ("FastVlm", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": fastvit.vision()}),
     "aya": ("AyaVision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
         "vision_config": SIGLIP,
@@ -169,6 +171,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
+    "fastvlm": HALVES | {"size": {"shortest_edge": 192}, "crop_size": {"height": 192, "width": 192}},
     "got": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
@@ -186,7 +189,7 @@ FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
-         "granite4": [(32, 32)], "got": [(48, 48)],
+         "granite4": [(32, 32)], "got": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -321,7 +324,7 @@ def test_rows_are_those_of_transformers(
     if by == "torch":  # as on a GPU
         monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "llava": 4, "llava, siglip": 4}.get(name, CELL)
+    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "fastvlm": 64, "llava": 4, "llava, siglip": 4}.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)

@@ -18,6 +18,7 @@ from transformers import (
     Cohere2VisionConfig,
     DeepseekOcr2Config,
     Exaone4_5_Config,
+    FastVlmConfig,
     Gemma3Config,
     Gemma4Config,
     Glm4vConfig,
@@ -48,6 +49,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
+import fastvit
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.canvas_spec import Markers
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
@@ -214,6 +216,9 @@ MODELS: dict[str, Any] = {
                                "num_key_value_heads": 1},
         },
     ),
+    "fastvlm": FastVlmConfig(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, vision_config=fastvit.vision(),
+    ),
     "got-ocr2": GotOcr2Config(
         text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, tie_word_embeddings=False,
         vision_config={"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 1,
@@ -243,6 +248,8 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
 """Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
+SQUARES = "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
+"""Of which transformers takes nothing but pixels."""
 Part = int | Image | Picture
 
 
@@ -306,7 +313,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
         return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
-    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision", "got_ocr2", "qianfan_ocr") or tower.norm_placed:
+    if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
+from nanovllm_cli.fastvit_spec import FastVitSpec
 from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
@@ -185,8 +186,9 @@ class TowerSpec:
     see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
-    layers; see `SamSpec`. deep: layers, in order, whose rows, merged by mergers of their own,
-    are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
+    layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng
+    et al. 2024).
     """
 
     patch_size: int
@@ -235,6 +237,7 @@ class TowerSpec:
     query_side: int = 0
     queries: tuple[Query, ...] = ()
     sam: SamSpec | None = None
+    fastvit: FastVitSpec | None = None
 
     @property
     def num_stages(self) -> int:
@@ -281,6 +284,8 @@ class TowerSpec:
             behind = rows * self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 2 * rows)
             before = self.sam.work(image.height * image.width // self.patch_size**2)
             return (before + behind * self.num_layers) // self.num_stages
+        if self.fastvit is not None:
+            return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)

@@ -19,7 +19,8 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Stages, TowerRows
+from nanovllm_cli.models.tower_fastvit import FastVitTower, fastvit_shapes
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
@@ -236,8 +237,10 @@ class Tower(Querying):
         return x.view(-1, self.spec.joins * x.shape[-1])
 
 
-def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Tower | SamTower:
-    """See these."""
+def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Seeing:
+    """A `Tower`, or what its spec says instead."""
+    if spec.fastvit is not None:
+        return FastVitTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
 
 
@@ -247,6 +250,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     gives. What joins a cell reads its patches behind each other, line by line."""
     if spec.sam is not None:
         return sam_shapes(spec)
+    if spec.fastvit is not None:
+        return fastvit_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -372,6 +377,8 @@ def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     """About the most that computing an image of so many pixels takes beside the weights."""
+    if spec.fastvit is not None:
+        return spec.fastvit.most_numbers(num_pixels) * 4
     patches = num_pixels // spec.patch_size**2
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
     return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize

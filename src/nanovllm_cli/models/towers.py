@@ -39,6 +39,7 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vision, command_a_vision
 from nanovllm_cli.models.towers_deepseek import DEEPSEEK_OCR2_NAMES, deepseek_ocr2, deepseek_ocr2_code
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
+from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
@@ -84,9 +85,9 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TowerFamily:
-    """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
-    name may begin with is left to who reads them. unread: what folders have and nothing here reads, a layer's number as the
-    only group, which then is none of the spec's."""
+    """names: our names of tensors, {i} for a layer, or a stage, and {j} for a layer in that -> those in its folders, of which
+    ours has the rows behind each other. What a name may begin with is left to who reads them. unread: what folders have and
+    nothing here reads, a layer's number as the only group, which then is none of the spec's."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
@@ -225,6 +226,7 @@ TOWERS: dict[str, TowerFamily] = {
     "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
+    "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
     "Glm4vForConditionalGeneration": _GLM4V,
