@@ -17,13 +17,13 @@ from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 
 from engines import random_model, save
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, TemplateError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import most_rows, most_tokens
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
-from nanovllm_cli.vision_spec import Image
+from nanovllm_cli.vision_spec import Image, TokenIds
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_image_pieces import read
@@ -111,6 +111,31 @@ def got(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"size": {"height": 16, "width": 16}}))
     write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[2], chat_template=BUILTIN_TEMPLATES["got-ocr"])
     return model, folder
+
+
+CHART = (
+    "{% for m in messages %}<|im_start|>{{ m.role }}{% for part in m.content %}{% if part.type == 'image' %}"
+    "<img>{{ '<imgpad>' * 16 }}</img>{% else %}{{ part.text }}{% endif %}{% endfor %}<|im_end|>{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("num_images", [1, 2])
+def test_a_template_may_write_all_that_stands_for_an_image(num_images: int, got: tuple[Any, Path]) -> None:
+    """As PP-Chart2Table's does, whose processor in transformers knows nothing of tokens; a message's own are texts."""
+    url: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_url(saved(pillow.new("RGB", (9, 9)), "PNG"))}}
+    said = [{"role": "user", "content": [*[url] * num_images, {"type": "text", "text": "Chart <imgpad> to table"}]}]
+
+    def written(template: str) -> TokenIds:
+        with LLM(got[1], config=EngineConfig(threads=2, dtype="float32"), chat_template=template) as llm:
+            return llm.encode_chat(said)
+
+    prompt = written(CHART)
+    for other in (CHART.replace("* 16", "* 15"), CHART.replace("'<imgpad>' * 16", "'<imgpad> ' * 16")):
+        with pytest.raises(TemplateError, match=r"writes \d+ places \(<imgpad>\)"):
+            written(other)
+    image = [259, *[256] * 16, 260]
+    assert list(prompt) == [257, *b"user", *image * num_images, *b"Chart <imgpad> to table", 258]
+    assert [placed.num_tokens for placed in prompt.images] == [16] * num_images
 
 
 def ids_of(text: str) -> list[int]:

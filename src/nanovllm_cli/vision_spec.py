@@ -101,6 +101,7 @@ class ImageTokens:
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
     piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
+    often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
     """
 
     marker: str
@@ -118,6 +119,7 @@ class ImageTokens:
     line: str | None = None
     whole_first: bool = False
     piece_end: str = ""
+    often: int = 1
 
     def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""

@@ -4,6 +4,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.tower_configs import (
@@ -53,7 +55,8 @@ def got_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     check_squares(images, side, "images")
     check_only(images, crop_to_patches=False)
     rule = SizeRule("square", tower.cell, longest_side=side, resample=resample_of(images, 3))
-    return VisionSpec(tower, rule, _TOKENS, *colours_of(images, CLIP))
+    tokens = replace(_TOKENS, often=(side // tower.cell) ** 2)
+    return VisionSpec(tower, rule, tokens, *colours_of(images, CLIP))
 
 
 _LAYER, _NECK = "vision_tower.layers.{i}", "vision_tower.neck"

@@ -74,13 +74,13 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
     found: list[tuple[int, str, str]] = []  # where a mark begins, itself, and what it becomes
     for is_sound, tokens in marks.items():
         own = [each for each in sent if isinstance(each, Clip) == is_sound]
-        places = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
+        places, mark = _places(text, plain_at, tokens, len(own))
         if len(places) != len(own):
             raise TemplateError(
                 f"the chat template writes {len(places)} places ({tokens.marker}) for {len(own)} {_NAMES[is_sound]}",
                 "use the model's own template" if len(places) < len(own) else None,
             )
-        found += [(place, tokens.marker, tokens.text(each, i)) for i, (place, each) in enumerate(zip(places, own, strict=True))]
+        found += [(place, mark, tokens.text(each, i)) for i, (place, each) in enumerate(zip(places, own, strict=True))]
     found.sort()
     further = list(accumulate((len(becomes) - len(mark) for _, mark, becomes in found), initial=0))
     begins = [place for place, _, _ in found]
@@ -90,6 +90,16 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
         pieces += [text[start:place], becomes]
         start = place + len(mark)
     return "".join([*pieces, text[start:]]), moved
+
+
+def _places(text: str, plain_at: Collection[int], tokens: ImageTokens, count: int) -> tuple[list[int], str]:
+    """Where a template has written its mark, and that; as often as tokens stand for an image, if so it has for all of so many."""
+    mark = tokens.marker
+    places = [match.start() for match in re.finditer(re.escape(mark), text) if match.start() not in plain_at]
+    firsts, long = places[:: tokens.often], mark * tokens.often
+    if len(places) == count * tokens.often and all(text.startswith(long, place) for place in firsts):
+        return firsts, long
+    return places, mark
 
 
 def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: Sequence[Sent]) -> TokenIds:
