@@ -146,6 +146,14 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "fastvlm": ("FastVlm", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": fastvit.vision()}),
+    "ovis2": ("Ovis2", {
+        "text_config": TEXT | {"model_type": "qwen2"}, "hidden_size": 24, "vocab_size": 32, "image_token_id": 20,
+        "visual_indicator_token_ids": [21, 22, 23, 24, 25],
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48,
+            "patch_size": 4, "hidden_stride": 2, "vocab_size": 53, "rms_norm_eps": 1e-3,
+        },
+    }),
     "aya": ("AyaVision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
         "vision_config": SIGLIP,
@@ -172,6 +180,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
     "fastvlm": HALVES | {"size": {"shortest_edge": 192}, "crop_size": {"height": 192, "width": 192}},
+    "ovis2": HALVES | {"size": {"height": 48, "width": 48}},
     "got": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
@@ -189,7 +198,7 @@ FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
-         "granite4": [(32, 32)], "got": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
+         "granite4": [(32, 32)], "got": [(48, 48)], "ovis2": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 

@@ -59,6 +59,12 @@ class PlacedImage(NamedTuple):
         """Of what a tower makes of it."""
         return self.rows * self.columns + 2 * self.framed
 
+    @property
+    def num_alike(self) -> int:
+        """Of its rows, those that the same token stands for."""
+        mosaic = self.image.mosaic if isinstance(self.image, Image) else None
+        return self.num_rows - (0 if mosaic is None else mosaic.num_marks)
+
     def salted(self, salt: str) -> PlacedImage:
         """The same under a digest that nobody has without the salt."""
         own = hashlib.blake2b(salt.encode("utf-8", "surrogatepass") + self.image.digest, digest_size=16).digest()
@@ -101,6 +107,7 @@ class ImageTokens:
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
     piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
+    marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
     often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
     """
 
@@ -119,6 +126,7 @@ class ImageTokens:
     line: str | None = None
     whole_first: bool = False
     piece_end: str = ""
+    marks: tuple[str, ...] = ()
     often: int = 1
 
     def text(self, picture: Picture | Clip, number: int = 0) -> str:
@@ -185,7 +193,9 @@ class TowerSpec:
     (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the same for
     all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite Docling: layer norm, join a cell
     by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
-    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide);
+    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide), "tabled"
+    (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a table, whose rows are added up so
+    weighed; `marks` rows more of that table are those between squares that lie apart);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
@@ -203,7 +213,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -216,6 +226,7 @@ class TowerSpec:
     positions: int = 0
     lead: bool = False
     squares: int = 0
+    marks: int = 0
     stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
@@ -332,7 +343,7 @@ class VisionSpec:
         is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows == "always")
         side = rule.longest_side if rule.kind in ("square", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
-        return side * (side + self._ends) + 2 * self._framed + (rule.kind in ("mosaic", "pages"))
+        return side * (side + self._ends) + 2 * self._framed + (3 if rule.apart else rule.kind in ("mosaic", "pages"))
 
     def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
@@ -354,7 +365,8 @@ class VisionSpec:
                 return False
             if self.size.kind == "pages" and height not in (self.size.tile, self.size.longest_side):
                 return False
-            if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
+            size, cell = self.size, self.tower.cell
+            if mosaic is not None and not mosaic.fits(height, width, size.tile // cell, size.grids, apart=size.apart):
                 return False
             if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
                 return False

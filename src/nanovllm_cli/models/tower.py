@@ -21,7 +21,7 @@ from torch.nn import functional
 from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_fastvit import FastVitTower, fastvit_shapes
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
-from nanovllm_cli.models.tower_mosaic import laid_out
+from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
 from nanovllm_cli.models.tower_sam import SamTower, sam_shapes
@@ -29,6 +29,8 @@ from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
+_TABLED_TOGETHER = 256
+"""Rows, each of which has a weight for every entry of a table."""
 _STRETCHED: dict[Stretch, dict[str, Any]] = {
     "corners": {"mode": "bilinear", "align_corners": True},
     "areas": {"mode": "bilinear", "align_corners": False, "antialias": True},
@@ -97,6 +99,8 @@ class Tower(Querying):
     def _laid_out(self, rows: torch.Tensor, image: Image, grid: _Grid) -> torch.Tensor:
         if image.mosaic is None:
             return rows
+        if image.mosaic.apart:
+            return laid_apart(rows, image.mosaic, grid.columns, self._tensors["marks.table"])
         return laid_out(rows, image.mosaic, grid.columns, self.spec.squares, self._tensors["line_end.weight"])
 
     def _grid(self, image: Image) -> _Grid:
@@ -197,6 +201,9 @@ class Tower(Querying):
         eps = self.spec.projector_eps
         if self.spec.projector == "lined":
             return self._lined(x, grid)
+        if self.spec.projector == "tabled":
+            x = self._joined(x)
+            return torch.cat([self._tabled(x[i : i + _TABLED_TOGETHER]) for i in range(0, len(x), _TABLED_TOGETHER)])
         if self.spec.projector == "placed":
             x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, eps)))
             x = self._norm("projector.mid_norm", x + _places(grid, x.shape[1]).to(x), eps)
@@ -224,6 +231,10 @@ class Tower(Querying):
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
         return self._two_layers("projector", x)
+
+    def _tabled(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._norm("projector.norm", self._linear("projector.up", x), self.spec.projector_eps).to(torch.float32)
+        return self._linear("projector.out", weights.softmax(dim=-1).to(self._dtype))
 
     def _lined(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
         first, line_end, last = (self._tensors[f"projector.{name}.weight"] for name in ("begin", "line_end", "end"))
@@ -321,6 +332,11 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return shapes
     if spec.projector == "queried":
         return shapes | query_shapes(spec)
+    if spec.projector == "tabled":
+        matrix("projector.up", spec.projector_size, joined, bias=False)
+        norm("projector.norm", spec.projector_size, kind="layer")
+        matrix("projector.out", spec.out_size, spec.projector_size, bias=False)
+        return shapes | {"marks.table": (spec.marks, spec.out_size)}
     if spec.projector == "placed":
         norm("projector.norm")
         matrix("projector.join", spec.out_size, joined, bias=False)
@@ -381,6 +397,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
         return spec.fastvit.most_numbers(num_pixels) * 4
     patches = num_pixels // spec.patch_size**2
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
+    if spec.projector == "tabled":
+        inner = max(inner, 6 * spec.projector_size * _TABLED_TOGETHER)
     return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize
 
 

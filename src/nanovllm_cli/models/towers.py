@@ -54,6 +54,7 @@ from nanovllm_cli.models.towers_internvl import (
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
+from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
 from nanovllm_cli.models.towers_qwen import (
@@ -245,6 +246,7 @@ TOWERS: dict[str, TowerFamily] = {
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
     "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
+    "Ovis2ForConditionalGeneration": TowerFamily(ovis2, OVIS2_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
     "Lfm3VlForConditionalGeneration": TowerFamily(lfm3, LFM3_NAMES),

@@ -15,7 +15,7 @@ from nanovllm_cli.canvas_spec import Canvas, Markers
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds, VisionSpec
 
 Sent = Picture | Clip
 Marks = Mapping[bool, ImageTokens]
@@ -129,6 +129,8 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
         line = [token_id] * placed[-1].columns
         if not placed[-1].ends_lines:
             out += [token_id] * placed[-1].num_tokens
+            for place, mark in _marks(placed[-1], sense):
+                out[place] = _id(tokenizer, mark)
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end
@@ -137,6 +139,15 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
     if senses.vision is not None and senses.vision.markers is not None:
         placed = list(on_canvases(out, placed, [each for each in sent if isinstance(each, Picture)], senses.vision.markers))
     return TokenIds(out, placed)
+
+
+def _marks(placed: PlacedImage, sense: Sense) -> list[tuple[int, str]]:
+    """Tokens between an image's squares that lie apart, and where they are in a prompt."""
+    image, kinds = placed.image, sense.tokens.marks
+    if not kinds or not isinstance(image, Image) or image.mosaic is None:
+        return []
+    side = image.width // sense.tower.cell if isinstance(sense, VisionSpec) else 0
+    return [(placed.start + place, kinds[kind]) for place, kind in image.mosaic.marks(side)]
 
 
 def on_canvases(

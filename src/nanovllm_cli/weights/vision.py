@@ -32,6 +32,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
+    "visual_embeddings_table",
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
@@ -205,6 +206,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["projector.join.weight"] = (2 * spec.hidden_size, spec.hidden_size, spec.merge, spec.merge)
         shapes["projector.first.weight"] = (4 * spec.hidden_size, 2 * spec.hidden_size, 1, 1)
         shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
+    if spec.marks:  # both are of one table
+        table = (spec.projector_size + spec.marks, spec.out_size)
+        shapes |= {"projector.out.weight": table, "marks.table": table}
     if spec.queries:
         tables = [ours for ours in shapes if ours.endswith(".table")]
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
@@ -246,6 +250,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return _axes_joined(stored, 2)
     if ours == "projector.out.weight" and spec.projector == "pooled":
         return stored.T
+    if spec.marks and ours in ("projector.out.weight", "marks.table"):
+        return stored[: -spec.marks].T if ours.startswith("projector.") else stored[-spec.marks :]
     if ours == "projector.norm.weight" and spec.projector == "pooled":
         return stored.to(torch.float32) + 1
     if spec.lead and ours in ("lead.weight", "positions.weight"):
