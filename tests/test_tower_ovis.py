@@ -23,6 +23,7 @@ from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes, work_bytes
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.vision_spec import Image
 from nanovllm_cli.weights import convert
@@ -31,6 +32,7 @@ from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
 from test_mmproj import with_merges
+from test_tower_memory import Held
 from test_vision import MODELS
 
 OVIS: dict[str, Any] = {
@@ -150,6 +152,19 @@ def test_an_answer_about_an_image_is_transformers(tmp_path: Path) -> None:
         plan = convert.plan(checkpoint, "gguf", "f32")
     assert plan.tower is None
     assert any("no file is written of what such a model sees by" in note for note in plan.notes)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_weights_of_a_table_take_is_told(dtype: torch.dtype) -> None:
+    """Not all rows have theirs at once."""
+    small = {"hidden_size": 32, "num_attention_heads": 2, "num_hidden_layers": 1, "intermediate_size": 64}
+    config = changed(small | {"image_size": 64, "patch_size": 2, "vocab_size": 20_000})
+    spec = read(config, IMAGES | {"size": {"height": 64, "width": 64}}).tower
+    tensors = {name: torch.ones(shape, dtype=tower_dtype(name, dtype)) for name, shape in tower_shapes(spec).items()}
+    tower, image = tower_of(spec, tensors, ((0, 0, 0), (1, 1, 1))), Image.of(320, 64, bytes(3 * 320 * 64), Mosaic(2, 2, 0, 0))
+    with torch.inference_mode(), Held() as held:
+        tower(image)
+    assert held.most <= work_bytes(spec, 320 * 64, dtype) <= 1.6 * held.most
 
 
 def test_a_mosaic_that_nobody_made_is_refused() -> None:

@@ -398,7 +398,7 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     patches = num_pixels // spec.patch_size**2
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
     if spec.projector == "tabled":
-        inner = max(inner, 6 * spec.projector_size * _TABLED_TOGETHER)
+        inner = max(inner, 12 * spec.projector_size * _TABLED_TOGETHER // dtype.itemsize)
     return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize
 
 
