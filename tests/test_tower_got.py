@@ -22,6 +22,7 @@ from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import most_rows, most_tokens
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes, work_bytes
 from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
 from nanovllm_cli.vision_spec import Image, TokenIds
 from nanovllm_cli.weights import convert
@@ -30,6 +31,7 @@ from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
 from test_mmproj import with_merges
+from test_tower_memory import Held
 from test_vision import MODELS
 
 GOT: dict[str, Any] = {
@@ -111,6 +113,19 @@ def got(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"size": {"height": 16, "width": 16}}))
     write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[2], chat_template=BUILTIN_TEMPLATES["got-ocr"])
     return model, folder
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+@pytest.mark.parametrize("side", [256, 640])
+def test_what_it_takes_is_told(side: int, dtype: torch.dtype) -> None:
+    """However narrow the rows are that a decoder reads."""
+    config = changed({"num_hidden_layers": 2, "global_attn_indexes": [1], "image_size": side, "mlp_dim": 64})
+    spec = read(config | {"text_config": {"model_type": "qwen2", "hidden_size": 32}}).tower
+    tensors = {name: torch.ones(shape, dtype=tower_dtype(name, dtype)) for name, shape in tower_shapes(spec).items()}
+    tower, image = tower_of(spec, tensors, ((0, 0, 0), (1, 1, 1))), Image.of(side, side, bytes(3 * side * side))
+    with torch.inference_mode(), Held() as held:
+        tower(image)
+    assert held.most <= work_bytes(spec, side * side, dtype) <= 1.6 * held.most
 
 
 CHART = (

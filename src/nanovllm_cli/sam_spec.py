@@ -3,6 +3,7 @@ look at (DeepSeek-OCR 2)."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -36,6 +37,15 @@ class SamSpec(NamedTuple):
     def num_rows(self, cells: int) -> int:
         """Of an image of so many cells."""
         return cells + (self.queries is not None and cells == self.queries[1])
+
+    def most_numbers(self, patches: int) -> int:
+        """That there are at once, about: of a layer in which all patches see each other, or those of a window, with what there is
+        beyond the image, and how far apart they lie."""
+        side = math.isqrt(patches)
+        filled = -(-side // self.window) * self.window
+        most = (rows * (6 * self.hidden_size + 6 * self.num_heads * (self.head_dim + 2 * reach))
+                for rows, reach in ((side**2, side), (filled**2, self.window)))  # fmt: skip
+        return max(most)
 
     def work(self, patches: int) -> int:
         """Multiplications of all layers."""

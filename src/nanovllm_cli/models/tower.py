@@ -399,7 +399,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
     if spec.projector == "tabled":
         inner = max(inner, 12 * spec.projector_size * _TABLED_TOGETHER // dtype.itemsize)
-    return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize
+    numbers = ROWS_KEPT * spec.hidden_size * patches + inner
+    return max(numbers, 0 if spec.sam is None else spec.sam.most_numbers(patches)) * dtype.itemsize
 
 
 def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) -> torch.Tensor:
