@@ -8,10 +8,10 @@ from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
     CLIP,
     check_divides,
-    check_only,
     check_squares,
     colours_of,
     resample_of,
@@ -53,7 +53,8 @@ def got_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         sam=sam,
     )
     check_squares(images, side, "images")
-    check_only(images, crop_to_patches=False)
+    if images.does("crop_to_patches", False):
+        raise UnsupportedError(f"{images.where}: pages that are cut (crop_to_patches true) are not supported", ANOTHER)
     rule = SizeRule("square", tower.cell, longest_side=side, resample=resample_of(images, 3))
     tokens = replace(_TOKENS, often=(side // tower.cell) ** 2)
     return VisionSpec(tower, rule, tokens, *colours_of(images, CLIP))
