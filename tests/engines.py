@@ -38,7 +38,8 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
     model = (auto or AutoModelForCausalLM).from_config(config, attn_implementation="eager").eval()
     for name, parameter in model.named_parameters():
         if parameter.dim() > 1:
-            parameter.data = torch.randn(parameter.shape, generator=generator) * parameter.shape[-1] ** -0.5 * 1.5
+            width = parameter.shape[-1] if parameter.shape[-1] > 1 else math.prod(parameter.shape[1:])
+            parameter.data = torch.randn(parameter.shape, generator=generator) * width**-0.5 * 1.5
         elif name.endswith("bias"):
             parameter.data = torch.randn(parameter.shape, generator=generator) * 0.5
         else:

@@ -263,6 +263,8 @@ BUILTIN_EXPECTED = {
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT: A</s>\nUSER: V\nASSISTANT:",
     "plain": "<s>S\nU\nA\nV",
     "paligemma": "<s>U\n",
+    "got-ocr": "<|im_start|>system\nS<|im_end|><|im_start|>user\nU<|im_end|><|im_start|>assistant\nA<|im_end|>"
+    "<|im_start|>user\nV<|im_end|><|im_start|>assistant\n",
 }
 
 

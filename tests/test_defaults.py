@@ -82,7 +82,7 @@ def found(config: Any, key: str) -> Iterator[Any]:
 def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Mapping):  # theirs has what is left out as well
         kinds = {"type": "rope_type"}
-        return isinstance(theirs, Mapping) and all(theirs.get(kinds.get(key, key)) == value for key, value in ours.items())
+        return isinstance(theirs, Mapping) and all(same(value, theirs.get(kinds.get(key, key))) for key, value in ours.items())
     if isinstance(theirs, list) and not isinstance(ours, list):
         return all(each == ours for each in theirs)
     return bool(theirs == ours or theirs == pytest.approx(ours))
@@ -141,6 +141,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
     "Idefics3": ("vision_config", {"image_size": 256}),
     "LightOn": ("vision_config", {"hidden_act": "gelu"}),  # of a part that does not say it, and not of one that is not there
     "SmolVLM": ("vision_config", {"image_size": 256}),
+    "Ovis2": ("text_config", {"hidden_size": 1536}),
     "Qwen2Audio": ("audio_config", {}),
     "Qwen": ("text_config", {"hidden_size": 3584}),
 }
@@ -150,6 +151,7 @@ OTHER_TOWERS = {
     "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
+    "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused
 }  # fmt: skip
 
 

@@ -15,6 +15,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+import fastvit
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models import tower_attention
 from nanovllm_cli.models.tower import Tower, TowerRows
@@ -116,6 +117,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3"}, "downsample_ratio": 0.5,
         "vision_config": INTERNVL | {"norm_type": "rms_norm", "hidden_act": "silu", "image_size": [48, 48], "patch_size": [4, 4]},
     }),
+    "qianfan": ("QianfanOCR", {"text_config": TEXT | {"model_type": "qwen3"}, "vision_config": INTERNVL}),
     "lfm2": ("Lfm2Vl", {
         "text_config": TEXT | {"model_type": "lfm2", "layer_types": ["full_attention"]}, "downsample_factor": 2,
         "projector_hidden_size": 56,
@@ -135,6 +137,22 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "minicpm_ocr": ("MiniCPMOcr", {
         "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]},
         "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpm_ocr_vision", "image_size": 28},
+    }),
+    "got": ("GotOcr2", {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": {
+            "hidden_size": 32, "output_channels": 10, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 48,
+            "patch_size": 2, "window_size": 5, "global_attn_indexes": [1], "mlp_dim": 40, "layer_norm_eps": 1e-3,
+        },
+    }),
+    "fastvlm": ("FastVlm", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": fastvit.vision()}),
+    "ovis2": ("Ovis2", {
+        "text_config": TEXT | {"model_type": "qwen2"}, "hidden_size": 24, "vocab_size": 32, "image_token_id": 20,
+        "visual_indicator_token_ids": [21, 22, 23, 24, 25],
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 2, "num_attention_heads": 2, "image_size": 48,
+            "patch_size": 4, "hidden_stride": 2, "vocab_size": 53, "rms_norm_eps": 1e-3,
+        },
     }),
     "aya": ("AyaVision", {
         "text_config": TEXT | {"model_type": "cohere2"}, "alignment_intermediate_size": 44, "adapter_layer_norm_eps": 1e-3,
@@ -161,8 +179,12 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 }  # fmt: skip
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
+    "fastvlm": HALVES | {"size": {"shortest_edge": 192}, "crop_size": {"height": 192, "width": 192}},
+    "ovis2": HALVES | {"size": {"height": 48, "width": 48}},
+    "got": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
+    "qianfan": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl, rms": HALVES | {"size": {"height": 48, "width": 48}},
     "aya": HALVES | {"size": {"height": 48, "width": 48}},
     "command_a": HALVES | {"size": {"height": 48, "width": 48}, "patch_size": 6},
@@ -175,8 +197,8 @@ CELL = 8
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
-         "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "internvl, rms": [(48, 48)],
-         "granite4": [(32, 32)],
+         "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
+         "granite4": [(32, 32)], "got": [(48, 48)], "ovis2": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
          "mistral3": FREE_SIZES[1:],  # transformers fails with a Mistral 3's image of one token
          "lighton_ocr": FREE_SIZES[1:]}  # fmt: skip
 
@@ -311,7 +333,7 @@ def test_rows_are_those_of_transformers(
     if by == "torch":  # as on a GPU
         monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "llava": 4, "llava, siglip": 4}.get(name, CELL)
+    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "fastvlm": 64, "llava": 4, "llava, siglip": 4}.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)

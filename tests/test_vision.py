@@ -18,11 +18,13 @@ from transformers import (
     Cohere2VisionConfig,
     DeepseekOcr2Config,
     Exaone4_5_Config,
+    FastVlmConfig,
     Gemma3Config,
     Gemma4Config,
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
+    GotOcr2Config,
     Granite4VisionConfig,
     GraniteDoclingConfig,
     HunYuanVLConfig,
@@ -37,8 +39,10 @@ from transformers import (
     MiniCPMV4_6Config,
     MiniCPMV4_7Config,
     Mistral3Config,
+    Ovis2Config,
     PaddleOCRVLConfig,
     PaliGemmaConfig,
+    QianfanOCRConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
     Qwen3_5Config,
@@ -46,6 +50,7 @@ from transformers import (
     SmolVLMConfig,
 )
 
+import fastvit
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
 from nanovllm_cli.canvas_spec import Markers
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
@@ -165,6 +170,10 @@ MODELS: dict[str, Any] = {
         text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4}, tie_word_embeddings=False,
     ),
+    "qianfan-ocr": QianfanOCRConfig(
+        text_config=SMALL | {"model_type": "qwen3", "vocab_size": 513, "tie_word_embeddings": False}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 32, "patch_size": 4},
+    ),
     "aya-vision": AyaVisionConfig(
         text_config=COHERE_TEXT, image_token_index=512,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
@@ -208,6 +217,19 @@ MODELS: dict[str, Any] = {
                                "num_key_value_heads": 1},
         },
     ),
+    "fastvlm": FastVlmConfig(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, vision_config=fastvit.vision(),
+    ),
+    "ovis2": Ovis2Config(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_id=512, hidden_size=48, vocab_size=513,
+        visual_indicator_token_ids=[506, 507, 508, 509, 510],
+        vision_config=TOWER | {"image_size": 8, "patch_size": 2, "hidden_stride": 2, "vocab_size": 41},
+    ),
+    "got-ocr2": GotOcr2Config(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, tie_word_embeddings=False,
+        vision_config={"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 1,
+                       "output_channels": 6, "window_size": 3, "global_attn_indexes": [1], "mlp_dim": 20},
+    ),
     "lfm2-vl": Lfm2VlConfig(
         text_config=CASES["lfm2"].to_dict(), image_token_id=512, downsample_factor=2, projector_hidden_size=40,
         vision_config=TOWER | {"model_type": "siglip2_vision_model", "patch_size": 4, "num_patches": 36},
@@ -232,6 +254,11 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
 """Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
+SQUARES = "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
+"""Of which transformers takes nothing but pixels."""
+IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "ovis2": {"crop_to_patches": True, "max_patches": 4, "size": {"height": 8, "width": 8}},
+}  # fmt: skip
 Part = int | Image | Picture
 
 
@@ -240,12 +267,13 @@ def an_image(vision: VisionSpec, rows: int, columns: int) -> Image:
     if vision.size.kind == "pages":
         rows = columns = 12 if rows < columns else 16
         height, width = rows * vision.tower.cell, columns * vision.tower.cell
-    if vision.size.kind == "mosaic":  # of squares of 4 x 4 patches, and of images that fill less than all of them
-        grid = fitted(vision.size, rows, 3 * columns).grid
+    if vision.size.kind == "mosaic":  # of squares of 4 x 4 patches or fewer, and of images that fill less than all of them
+        grid = (rows % 2 + 1, columns // 2) if vision.size.apart else fitted(vision.size, rows, 3 * columns).grid
         assert grid is not None
-        mosaic = Mosaic(*grid, rows, 3 * columns)
-        pixels = NUMBERS.integers(0, 256, (mosaic.num_squares * 16, 16, 3), np.uint8).tobytes()
-        return Image.of(mosaic.num_squares * 16, 16, pixels, mosaic)
+        mosaic = Mosaic(*grid, *((0, 0) if vision.size.apart else (rows, 3 * columns)))
+        side = vision.size.tile // vision.tower.cell * vision.tower.cell
+        pixels = NUMBERS.integers(0, 256, (mosaic.num_squares * side, side, 3), np.uint8).tobytes()
+        return Image.of(mosaic.num_squares * side, side, pixels, mosaic)
     pixels = NUMBERS.integers(0, 256, (height, width, 3), np.uint8).tobytes()
     return Image.of(height, width, pixels)
 
@@ -295,7 +323,15 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
         return {"input_ids": ids, "pixel_values": squares, "image_sizes": sizes}
-    if model.config.model_type in ("internvl", "aya_vision", "cohere2_vision") or tower.norm_placed:
+    if model.config.model_type == "ovis2":
+        for placed in prompt.images:
+            assert isinstance(placed.image, Image)
+            assert placed.image.mosaic is not None
+            for place, kind in placed.image.mosaic.marks(2):
+                ids[0, placed.start + place] = model.config.visual_indicator_token_ids[kind]
+        squares = torch.cat([value.view(3, -1, 8, 8).transpose(0, 1) for value in values])
+        return {"input_ids": ids, "pixel_values": squares}
+    if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]
@@ -354,7 +390,10 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
 
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
     model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
-    worker = worker_for(save(model, folder), dtype="float32", **settings)
+    save(model, folder)
+    if name in IMAGE_SETTINGS:
+        (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_SETTINGS[name]))
+    worker = worker_for(folder, dtype="float32", **settings)
     model = hunyuan_as_published(model) if name == "hunyuan-vl" else model
     assert worker.sight is not None
     return model, worker, worker.sight.senses.vision, model.config.image_token_id

@@ -1,7 +1,9 @@
-"""A tower in front of a tower, as plain values: what makes of an image the rows that queries look at (DeepSeek-OCR 2)."""
+"""SAM's encoder as plain values: what makes of an image the rows that are read (GOT-OCR 2), or that queries of a tower behind it
+look at (DeepSeek-OCR 2)."""
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 
@@ -12,7 +14,8 @@ class SamSpec(NamedTuple):
     `middle` and to those of the next tower. positions: a square of so many learned rows.
 
     queries: behind a small and a large image's rows, there are so many learned ones, each of which sees all of the image and the
-    queries before it; what becomes of these is read. Behind a large image's is a row that is always the same.
+    queries before it; what becomes of these is read. Behind a large image's is a row that is always the same. None: there is no
+    tower behind it, and its own rows are read.
     """
 
     hidden_size: int
@@ -25,7 +28,7 @@ class SamSpec(NamedTuple):
     positions: int
     neck: int
     middle: int
-    queries: tuple[int, int] = (144, 256)
+    queries: tuple[int, int] | None = (144, 256)
 
     @property
     def head_dim(self) -> int:
@@ -33,7 +36,16 @@ class SamSpec(NamedTuple):
 
     def num_rows(self, cells: int) -> int:
         """Of an image of so many cells."""
-        return cells + (cells == self.queries[1])
+        return cells + (self.queries is not None and cells == self.queries[1])
+
+    def most_numbers(self, patches: int) -> int:
+        """That there are at once, about: of a layer in which all patches see each other, or those of a window, with what there is
+        beyond the image, and how far apart they lie."""
+        side = math.isqrt(patches)
+        filled = -(-side // self.window) * self.window
+        most = (rows * (6 * self.hidden_size + 6 * self.num_heads * (self.head_dim + 2 * reach))
+                for rows, reach in ((side**2, side), (filled**2, self.window)))  # fmt: skip
+        return max(most)
 
     def work(self, patches: int) -> int:
         """Multiplications of all layers."""

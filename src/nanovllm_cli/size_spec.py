@@ -30,7 +30,9 @@ class SizeRule:
     square   longest_side on either side, whatever its shape (SigLIP); what is no whole multiple of that is cut off
     middle   a tile of its middle, with the shorter side made a tile long (CLIP)
     mosaic   one of `grids` of tiles, in lines and columns: that which shows the most of its pixels, and of those that with the
-             least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT)
+             least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT).
+             Where `nearest` is "covering" the image is made as large as the grid, which is the smallest that shows nine tenths
+             of its pixels, or else that which shows the most, and tiles lie apart (Ovis2)
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
     tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
              where most_tiles is 1 (Idefics3)
@@ -59,12 +61,17 @@ class SizeRule:
     most_tiles: int = 0
     tolerance: float = 1.0
     small: Literal["", "floor", "round"] = ""
-    nearest: Literal["shape", "size"] = "shape"
+    nearest: Literal["shape", "size", "covering"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
     grows: Literal["always", "never", "letters"] = "always"
     most_lines: int = 0
     most_with_ends: int = 0
     dense: Dense | None = None
+
+    @property
+    def apart(self) -> bool:
+        """See `Mosaic`."""
+        return self.nearest == "covering"
 
     @property
     def all_tiles(self) -> int:
@@ -100,6 +107,6 @@ class SizeRule:
             tiles = max(1, most // math.floor(piece) - 1)
             size = replace(size, most_tiles=min(self.most_tiles, tiles))
         elif self.kind == "mosaic":
-            fits = (grid for grid in self.grids if most_rows(grid, self.tile // cell, squares) <= most)
+            fits = (grid for grid in self.grids if most_rows(grid, self.tile // cell, squares, apart=self.apart) <= most)
             size = replace(size, grids=tuple(fits))
         return size

@@ -12,6 +12,7 @@ from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
+from nanovllm_cli.fastvit_spec import FastVitSpec
 from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
@@ -58,6 +59,12 @@ class PlacedImage(NamedTuple):
         """Of what a tower makes of it."""
         return self.rows * self.columns + 2 * self.framed
 
+    @property
+    def num_alike(self) -> int:
+        """Of its rows, those that the same token stands for."""
+        mosaic = self.image.mosaic if isinstance(self.image, Image) else None
+        return self.num_rows - (0 if mosaic is None else mosaic.num_marks)
+
     def salted(self, salt: str) -> PlacedImage:
         """The same under a digest that nobody has without the salt."""
         own = hashlib.blake2b(salt.encode("utf-8", "surrogatepass") + self.image.digest, digest_size=16).digest()
@@ -100,6 +107,8 @@ class ImageTokens:
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
     piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
+    marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
+    often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
     """
 
     marker: str
@@ -117,6 +126,8 @@ class ImageTokens:
     line: str | None = None
     whole_first: bool = False
     piece_end: str = ""
+    marks: tuple[str, ...] = ()
+    often: int = 1
 
     def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""
@@ -182,11 +193,14 @@ class TowerSpec:
     (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the same for
     all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite Docling: layer norm, join a cell
     by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
-    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide);
+    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide), "tabled"
+    (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a table, whose rows are added up so
+    weighed; `marks` rows more of that table are those between squares that lie apart);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
-    multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, in whose rows learned ones look
-    for what is read instead of its own (see `SamSpec`). deep: layers, in order, whose rows, merged by mergers of their own,
-    are added behind the decoder's first layers (DeepStack, Meng et al. 2024).
+    multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
+    layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
+    layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng
+    et al. 2024).
     """
 
     patch_size: int
@@ -199,7 +213,7 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried"]
+    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled"]
     projector_eps: float
     projector_size: int = 0
     frames: int = 0
@@ -212,6 +226,7 @@ class TowerSpec:
     positions: int = 0
     lead: bool = False
     squares: int = 0
+    marks: int = 0
     stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
@@ -235,6 +250,7 @@ class TowerSpec:
     query_side: int = 0
     queries: tuple[Query, ...] = ()
     sam: SamSpec | None = None
+    fastvit: FastVitSpec | None = None
 
     @property
     def num_stages(self) -> int:
@@ -281,6 +297,8 @@ class TowerSpec:
             behind = rows * self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 2 * rows)
             before = self.sam.work(image.height * image.width // self.patch_size**2)
             return (before + behind * self.num_layers) // self.num_stages
+        if self.fastvit is not None:
+            return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
@@ -325,7 +343,7 @@ class VisionSpec:
         is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows == "always")
         side = rule.longest_side if rule.kind in ("square", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
-        return side * (side + self._ends) + 2 * self._framed + (rule.kind in ("mosaic", "pages"))
+        return side * (side + self._ends) + 2 * self._framed + (3 if rule.apart else rule.kind in ("mosaic", "pages"))
 
     def num_tokens(self, picture: Picture | Clip) -> int:
         """That stand for it, beside what is around them."""
@@ -343,9 +361,12 @@ class VisionSpec:
             height, width, pixels, _, mosaic = placed.image
             if mosaic is None and self.size.kind == "mosaic":
                 return False
-            if self.size.kind == "pages" and (height != width or height not in (self.size.tile, self.size.longest_side)):
+            if self.tower.sam is not None and height != width:
                 return False
-            if mosaic is not None and not mosaic.fits(height, width, self.size.tile // self.tower.cell, self.size.grids):
+            if self.size.kind == "pages" and height not in (self.size.tile, self.size.longest_side):
+                return False
+            size, cell = self.size, self.tower.cell
+            if mosaic is not None and not mosaic.fits(height, width, size.tile // cell, size.grids, apart=size.apart):
                 return False
             if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
                 return False

@@ -53,7 +53,7 @@ def checked_images(
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")
         raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
     for token, what in ((seeing.image_token, "images"), (seeing.sound_token, "sounds")):
-        there = sum(each.num_rows for each in images if isinstance(each.image, Sound) == (what == "sounds"))
+        there = sum(each.num_alike for each in images if isinstance(each.image, Sound) == (what == "sounds"))
         if token is not None and (found := prompt.count(token)) != there:
             raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])

@@ -113,7 +113,8 @@ def _filled_up(made: Pixels, rule: SizeRule) -> Pixels:
 
 
 def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, own: Sides) -> Image:
-    """Squares below each other: all of it, and those in whose middle `inner` lies. own: the image's height and width."""
+    """Squares below each other: all of it, and those in whose middle `inner` lies. own: the image's height and width, which don't
+    matter where squares lie apart."""
     from PIL import Image as pillow
 
     tile, squares = rule.tile, [whole]
@@ -125,7 +126,8 @@ def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, o
         squares += [canvas.crop((x, y, x + tile, y + tile)) for x, y in corners]
     made = [_image(square, rule) for square in squares]
     height, width = made[0].height * len(made), made[0].width
-    return Image.of(height, width, b"".join(each.pixels for each in made), Mosaic(rows, columns, *own))
+    mosaic = Mosaic(rows, columns, *((0, 0) if rule.apart else own))
+    return Image.of(height, width, b"".join(each.pixels for each in made), mosaic)
 
 
 def _decoded(data: bytes, kind: str, where: str) -> Pixels:

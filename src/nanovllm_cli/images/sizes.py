@@ -60,6 +60,8 @@ def most_rows(spec: VisionSpec) -> int:
     rule = spec.size
     if rule.kind in ("tiles", "canvas", "middle"):
         pixels = rule.tile**2
+    elif rule.apart:
+        return most_tokens(spec)
     elif rule.kind == "mosaic":  # of which all squares are computed, also where not all of their rows are shown
         area, line = rule.tile**2, rule.tile * rule.multiple
         pixels = max((1 + rows * columns) * area + rows * line for rows, columns in (*rule.grids, (1, 0)))
@@ -95,7 +97,8 @@ def most_tokens(spec: VisionSpec) -> int:
         return 2 + (min(with_ends, max(2, rule.most_with_ends)) if rule.most_with_ends else with_ends)
     if rule.kind == "mosaic":
         side = rule.tile // spec.tower.cell
-        return max(mosaic.most_rows(grid, side, spec.tower.squares) for grid in (*rule.grids, (1, 0)))
+        grids = (*rule.grids, (0, 0) if rule.apart else (1, 0))
+        return max(mosaic.most_rows(grid, side, spec.tower.squares, apart=rule.apart) for grid in grids)
     if rule.kind == "longest" and spec.tokens.line_end:
         return most_rows(spec) + math.isqrt(most_rows(spec))
     if rule.kind == "tiles":
@@ -175,6 +178,10 @@ def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:
     tile = rule.tile
     if not rule.grids:
         return Sizes((tile, tile))
+    if rule.apart:
+        rows, columns = _covering(rule, height, width)
+        whole = rows * tile, columns * tile
+        return Sizes((tile, tile)) if (rows, columns) == (1, 1) else Sizes((tile, tile), whole, whole, (rows, columns))
     best, most, least = rule.grids[0], 0, math.inf
     for rows, columns in rule.grids:
         scale = min(columns * tile / width, rows * tile / height)
@@ -189,6 +196,26 @@ def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:
     else:
         first = rows * tile, min(math.ceil(width * by_height), columns * tile)
     return Sizes((tile, tile), (rows * tile, columns * tile), first, best)
+
+
+def _covering(rule: SizeRule, height: int, width: int) -> Sides:
+    """Lines and columns. As in transformers, it is lines that an image is divided into as if they were columns, and columns as if
+    they were lines."""
+    shares = []
+    for columns, rows in sorted([(1, 1), *(grid[::-1] for grid in rule.grids)], key=math.prod):
+        tall, wide = height // columns, width // rows
+        parts = [(tall + (i == columns - 1) * (height % columns), wide + (j == rows - 1) * (width % rows))
+                 for i in range(columns) for j in range(rows)]  # fmt: skip
+        shares.append((sum(_shown(max(part), min(part), rule.tile) for part in parts) / (width * height), (rows, columns)))
+    enough = [each for each in shares if each[0] > 0.9]
+    if enough:
+        return min(enough, key=lambda each: (math.prod(each[1]), -each[0]))[1]
+    return min(shares, key=lambda each: (-each[0], math.prod(each[1])))[1]
+
+
+def _shown(long: float, short: float, side: int) -> float:
+    """Pixels of so many that are left where the longer side is made no longer than this."""
+    return long * short if long <= side else side * (short / long * side)
 
 
 def _in_tiles(rule: SizeRule, height: int, width: int) -> Sizes:

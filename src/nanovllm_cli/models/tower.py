@@ -19,8 +19,9 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Stages, TowerRows
-from nanovllm_cli.models.tower_mosaic import laid_out
+from nanovllm_cli.models.tower_fastvit import FastVitTower, fastvit_shapes
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
+from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
 from nanovllm_cli.models.tower_sam import SamTower, sam_shapes
@@ -28,6 +29,8 @@ from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
+_TABLED_TOGETHER = 256
+"""Rows, each of which has a weight for every entry of a table."""
 _STRETCHED: dict[Stretch, dict[str, Any]] = {
     "corners": {"mode": "bilinear", "align_corners": True},
     "areas": {"mode": "bilinear", "align_corners": False, "antialias": True},
@@ -96,6 +99,8 @@ class Tower(Querying):
     def _laid_out(self, rows: torch.Tensor, image: Image, grid: _Grid) -> torch.Tensor:
         if image.mosaic is None:
             return rows
+        if image.mosaic.apart:
+            return laid_apart(rows, image.mosaic, grid.columns, self._tensors["marks.table"])
         return laid_out(rows, image.mosaic, grid.columns, self.spec.squares, self._tensors["line_end.weight"])
 
     def _grid(self, image: Image) -> _Grid:
@@ -196,6 +201,9 @@ class Tower(Querying):
         eps = self.spec.projector_eps
         if self.spec.projector == "lined":
             return self._lined(x, grid)
+        if self.spec.projector == "tabled":
+            x = self._joined(x)
+            return torch.cat([self._tabled(x[i : i + _TABLED_TOGETHER]) for i in range(0, len(x), _TABLED_TOGETHER)])
         if self.spec.projector == "placed":
             x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, eps)))
             x = self._norm("projector.mid_norm", x + _places(grid, x.shape[1]).to(x), eps)
@@ -224,6 +232,10 @@ class Tower(Querying):
             x = self._linear("projector.join", x)
         return self._two_layers("projector", x)
 
+    def _tabled(self, x: torch.Tensor) -> torch.Tensor:
+        weights = self._norm("projector.norm", self._linear("projector.up", x), self.spec.projector_eps).to(torch.float32)
+        return self._linear("projector.out", weights.softmax(dim=-1).to(self._dtype))
+
     def _lined(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
         first, line_end, last = (self._tensors[f"projector.{name}.weight"] for name in ("begin", "line_end", "end"))
         x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, self.spec.projector_eps)))
@@ -236,8 +248,10 @@ class Tower(Querying):
         return x.view(-1, self.spec.joins * x.shape[-1])
 
 
-def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Tower | SamTower:
-    """See these."""
+def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Seeing:
+    """A `Tower`, or what its spec says instead."""
+    if spec.fastvit is not None:
+        return FastVitTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
 
 
@@ -247,6 +261,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     gives. What joins a cell reads its patches behind each other, line by line."""
     if spec.sam is not None:
         return sam_shapes(spec)
+    if spec.fastvit is not None:
+        return fastvit_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes: dict[str, tuple[int, ...]] = {}
 
@@ -316,6 +332,11 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return shapes
     if spec.projector == "queried":
         return shapes | query_shapes(spec)
+    if spec.projector == "tabled":
+        matrix("projector.up", spec.projector_size, joined, bias=False)
+        norm("projector.norm", spec.projector_size, kind="layer")
+        matrix("projector.out", spec.out_size, spec.projector_size, bias=False)
+        return shapes | {"marks.table": (spec.marks, spec.out_size)}
     if spec.projector == "placed":
         norm("projector.norm")
         matrix("projector.join", spec.out_size, joined, bias=False)
@@ -372,9 +393,14 @@ def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
 
 def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     """About the most that computing an image of so many pixels takes beside the weights."""
+    if spec.fastvit is not None:
+        return spec.fastvit.most_numbers(num_pixels) * 4
     patches = num_pixels // spec.patch_size**2
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
-    return (ROWS_KEPT * spec.hidden_size * patches + inner) * dtype.itemsize
+    if spec.projector == "tabled":
+        inner = max(inner, 12 * spec.projector_size * _TABLED_TOGETHER // dtype.itemsize)
+    numbers = ROWS_KEPT * spec.hidden_size * patches + inner
+    return max(numbers, 0 if spec.sam is None else spec.sam.most_numbers(patches)) * dtype.itemsize
 
 
 def _cell_by_cell(grid: torch.Tensor, merge: int, order: torch.Tensor | None) -> torch.Tensor:

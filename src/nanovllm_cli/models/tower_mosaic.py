@@ -1,4 +1,4 @@
-"""Rows of a mosaic's squares, put together as a decoder reads them (LLaVA-NeXT's "spatial_unpad", Liu et al. 2024)."""
+"""Rows of a mosaic's squares, put together as a decoder reads them (LLaVA-NeXT's "spatial_unpad", Liu et al. 2024; Ovis2)."""
 
 from __future__ import annotations
 
@@ -6,6 +6,17 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.mosaic import Mosaic
+
+
+def laid_apart(rows: torch.Tensor, mosaic: Mosaic, side: int, marks: torch.Tensor) -> torch.Tensor:
+    """rows: as of `laid_out`. marks [kinds, width]: what is between squares and around them."""
+    placed = mosaic.marks(side)
+    out = torch.empty(len(rows) + len(placed), rows.shape[1], dtype=rows.dtype, device=rows.device)
+    is_row = torch.ones(len(out), dtype=torch.bool, device=rows.device)
+    for mark in placed:
+        out[mark.place], is_row[mark.place] = marks[mark.kind], False
+    out[is_row] = rows
+    return out
 
 
 def laid_out(rows: torch.Tensor, mosaic: Mosaic, side: int, most_squares: int, line_end: torch.Tensor) -> torch.Tensor:

@@ -1,5 +1,5 @@
-"""DeepSeek-OCR 2's tower: SAM's encoder, and behind it a transformer of which queries read what it made of an image (`SamSpec`).
-An image is a stage a layer, those of SAM's first.
+"""SAM's encoder, which is GOT-OCR 2's tower, and in DeepSeek-OCR 2's has a transformer behind it, of which queries read what it
+made of an image (`SamSpec`). An image is a stage a layer, those of SAM's first.
 
 How far patches lie apart is added to scores as products: a query is longer by what it makes of each line's and column's distance,
 a key by ones at its own. So no matrix of scores is made.
@@ -29,12 +29,16 @@ class SamTower(Seeing):
         self._sam = spec.sam
 
     def stages(self, image: Image) -> Stages:
-        """SAM's first. The image is a square, and has as many of the spec's cells as there are queries."""
+        """SAM's first. The image is a square, and has as many of the spec's cells as there are queries, if any are."""
         x, side = self._patches(image), image.width // self.spec.patch_size
         for i in range(self._sam.num_layers):
+            if i:
+                yield
             self._sam_layer(i, x, side)
-            yield
         seen = self._shrunk(x, side)
+        if self._sam.queries is None:
+            return TowerRows(self._linear("projector.out", seen))
+        yield
         queries = self._tensors["queries.small" if len(seen) == self._sam.queries[0] else "queries.large"]
         assert len(queries) == len(seen)
         x = torch.cat([seen, queries])
@@ -164,6 +168,9 @@ def sam_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     shapes["neck.second.weight"] = (sam.neck, sam.neck, 3, 3)
     norm("neck.second_norm", sam.neck)
     shapes |= {"shrink.first.weight": (sam.middle, sam.neck, 3, 3), "shrink.second.weight": (hidden, sam.middle, 3, 3)}
+    matrix("projector.out", spec.out_size, hidden)
+    if sam.queries is None:
+        return shapes
     for i in range(spec.num_layers):
         shapes[f"layers.{i}.attention_norm.weight"] = shapes[f"layers.{i}.mlp_norm.weight"] = (hidden,)
         matrix(f"layers.{i}.qkv", spec.qkv_rows, hidden)
@@ -172,7 +179,6 @@ def sam_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         matrix(f"layers.{i}.down", hidden, inner, bias=False)
     shapes["post_norm.weight"] = (hidden,)
     shapes |= {f"queries.{kind}": (count, hidden) for kind, count in zip(("small", "large"), sam.queries, strict=True)}
-    matrix("projector.out", spec.out_size, hidden)
     shapes["separator.weight"] = (spec.out_size,)
     return shapes
 
@@ -182,11 +188,11 @@ def sam_stored(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[int
     sam = spec.sam
     assert sam is not None
     side = math.isqrt(sam.positions)
-    return sam_shapes(spec) | {
+    shapes = sam_shapes(spec) | {
         "patch.weight": (sam.hidden_size, 3, spec.patch_size, spec.patch_size),
         "positions.weight": (1, side, side, sam.hidden_size),
-        "separator.weight": (1, spec.out_size) if of_file else (spec.out_size,),
     }
+    return shapes | {"separator.weight": (1, spec.out_size)} if of_file and sam.queries is not None else shapes
 
 
 def _in_squares(rows: torch.Tensor, side: int, window: int) -> torch.Tensor:

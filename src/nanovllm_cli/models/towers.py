@@ -39,13 +39,22 @@ from nanovllm_cli.models.tower_configs import (
 from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vision, command_a_vision
 from nanovllm_cli.models.towers_deepseek import DEEPSEEK_OCR2_NAMES, deepseek_ocr2, deepseek_ocr2_code
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
+from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
-from nanovllm_cli.models.towers_internvl import INTERNVL_CHAT_NAMES, INTERNVL_NAMES, internvl, internvl_chat
+from nanovllm_cli.models.towers_internvl import (
+    INTERNVL_CHAT_NAMES,
+    INTERNVL_NAMES,
+    internvl,
+    internvl_chat,
+    qianfan_ocr,
+)
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
+from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
 from nanovllm_cli.models.towers_qwen import (
@@ -77,9 +86,9 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 
 @dataclass(frozen=True, slots=True, eq=False)
 class TowerFamily:
-    """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
-    name may begin with is left to who reads them. unread: what folders have and nothing here reads, a layer's number as the
-    only group, which then is none of the spec's."""
+    """names: our names of tensors, {i} for a layer, or a stage, and {j} for a layer in that -> those in its folders, of which
+    ours has the rows behind each other. What a name may begin with is left to who reads them. unread: what folders have and
+    nothing here reads, a layer's number as the only group, which then is none of the spec's."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
@@ -218,12 +227,14 @@ TOWERS: dict[str, TowerFamily] = {
     "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
+    "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": _GLM4V,
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
+    "GotOcr2ForConditionalGeneration": TowerFamily(got_ocr2, GOT_NAMES),
     "Granite4VisionForConditionalGeneration": TowerFamily(granite4, GRANITE4_NAMES),
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
@@ -235,6 +246,7 @@ TOWERS: dict[str, TowerFamily] = {
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
     "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
+    "Ovis2ForConditionalGeneration": TowerFamily(ovis2, OVIS2_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),
     "Lfm3VlForConditionalGeneration": TowerFamily(lfm3, LFM3_NAMES),
@@ -243,6 +255,7 @@ TOWERS: dict[str, TowerFamily] = {
     "MiniCPMV4_7ForConditionalGeneration": TowerFamily(minicpm_4_7, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
+    "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,

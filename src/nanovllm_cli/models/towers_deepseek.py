@@ -43,7 +43,6 @@ def deepseek_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     processor does."""
     vision = config.section("vision_config")
     sam, behind = vision.section("sam_config"), vision.section("encoder_config")
-    check_only(sam, hidden_act="gelu", qkv_bias=True, use_abs_pos=True, use_rel_pos=True, num_channels=3)
     if behind.flag("use_sliding_window", False):
         raise UnsupportedError(f"{behind.where}: windows of what looks at images are not supported", ANOTHER)
     patch, side, hidden = side_of(sam, "patch_size", 16), side_of(sam, "image_size", 1024), behind.integer("hidden_size", 4096)
@@ -51,6 +50,7 @@ def deepseek_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     key_heads = behind.integer("num_key_value_heads", heads)
     if heads % key_heads:
         raise CheckpointError(f"{behind.where}: {heads} heads can't share {key_heads} of keys", BROKEN)
+    inner = math.floor(sam.integer("hidden_size", 768) * sam.number("mlp_ratio", 4.0))
     tower = TowerSpec(
         patch_size=patch,
         merge=_MERGE,
@@ -67,7 +67,7 @@ def deepseek_ocr2(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         projector_eps=0.0,
         gated=True,
         theta=theta_of(behind),
-        sam=_sam(sam, hidden, (side // patch) ** 2),
+        sam=sam_of(sam, _middle(sam, hidden), (side // patch) ** 2, inner),
     )
     return VisionSpec(tower, _rule(tower, images, side), _TOKENS, *colours_of(images, HALVES))
 
@@ -85,22 +85,29 @@ def deepseek_ocr2_code(config: ConfigReader, images: ConfigReader) -> VisionSpec
     return deepseek_ocr2(ConfigReader(values, config.where), ConfigReader({}, images.where))
 
 
-def _sam(sam: ConfigReader, out: int, positions: int) -> SamSpec:
-    hidden, depth = sam.integer("hidden_size", 768), depth_of(sam, "num_hidden_layers", 12)
+def _middle(sam: ConfigReader, out: int) -> int:
     middle = sam.values.get("downsample_channels") or [512, out]
     if not isinstance(middle, list) or len(middle) != 2 or middle[1] != out or type(middle[0]) is not int or middle[0] < 1:
         raise CheckpointError(f"{sam.where}: 'downsample_channels' must be two numbers, the second of them {out}", BROKEN)
-    inner = sam.integer("mlp_dim", math.floor(hidden * sam.number("mlp_ratio", 4.0)))
-    return SamSpec(
-        hidden, depth, heads_of(sam, "num_attention_heads", hidden, 12, parts=1), inner, sam.number("layer_norm_eps", 1e-6),
-        sam.integer("window_size", 14), layers_of(sam, "global_attn_indexes", (2, 5, 8, 11), depth), positions,
-        sam.integer("output_channels", 256), middle[0],
+    return middle[0]
+
+
+def sam_of(sam: ConfigReader, middle: int, positions: int, inner: int, *, queried: bool = True) -> SamSpec:
+    """inner: "mlp_dim" of a config that does not say it."""
+    check_only(sam, hidden_act="gelu", qkv_bias=True, use_abs_pos=True, use_rel_pos=True, num_channels=3)
+    hidden, depth = sam.integer("hidden_size", 768), depth_of(sam, "num_hidden_layers", 12)
+    spec = SamSpec(
+        hidden, depth, heads_of(sam, "num_attention_heads", hidden, 12, parts=1), sam.integer("mlp_dim", inner),
+        sam.number("layer_norm_eps", 1e-6), sam.integer("window_size", 14),
+        layers_of(sam, "global_attn_indexes", (2, 5, 8, 11), depth), positions, sam.integer("output_channels", 256), middle,
     )  # fmt: skip
+    return spec if queried else spec._replace(queries=None)
 
 
 def _rule(tower: TowerSpec, images: ConfigReader, side: int) -> SizeRule:
     """Squares have as many cells as there are queries."""
     assert tower.sam is not None
+    assert tower.sam.queries is not None
     small, large = (math.isqrt(count) * tower.cell for count in tower.sam.queries)
     size = images.section("size")
     tile, made = images.integer("tile_size", small), {size.integer(key, large) for key in ("height", "width")}

@@ -99,7 +99,7 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
 def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]:
     """Our names (`tower_shapes`) -> those in a file that has these shapes, whose rows lie behind each other in ours. Those of a
     patch's kernel are its frames', and added up."""
-    if spec.sam is not None:
+    if spec.sam is not None and spec.sam.queries is not None:
         return deepseek_names(spec)
     up, down = ("ffn_down", "ffn_up") if _is_swapped(shapes, spec.hidden_size) else ("ffn_up", "ffn_down")
     layer: dict[str, tuple[str, ...]] = {
@@ -345,7 +345,7 @@ PROJECTORS = {
     ),
     "internvl": Projector(
         "InternVLForConditionalGeneration", ("qwen2", "qwen3", "qwen3moe", "llama", "internlm2", "gpt-oss"), _internvl,
-        also=("InternVLChatModel",),
+        also=("InternVLChatModel", "QianfanOCRForConditionalGeneration"),
     ),
 }  # fmt: skip
 _NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}

@@ -1,11 +1,14 @@
-"""How InternVLs (2.5 to 3.5) see: their configs -> VisionSpec, and what their folders call a tower's tensors. See `towers.py`.
-Squares of one size, with a class token; an image is cut into those that are nearest to its shape.
+"""How InternVLs (2.5 to 3.5) and Qianfan-OCR see: their configs -> VisionSpec, and what their folders call a tower's tensors. See
+`towers.py`. Squares of one size, with a class token; an image is cut into those that are nearest to its shape.
 
 Folders are of two kinds: as transformers has them ("InternVLForConditionalGeneration"), and as they were published first, with
-code of their own ("InternVLChatModel"), which is not run; their configs are put as the others have it.
+code of their own ("InternVLChatModel"), which is not run; their configs are put as the others have it. A Qianfan-OCR's have
+configs of the one kind and tensors of the other.
 """
 
 from __future__ import annotations
+
+from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
@@ -31,6 +34,9 @@ from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
 _IMAGENET = {"image_mean": [0.485, 0.456, 0.406], "image_std": [0.229, 0.224, 0.225]}
 _TOKENS = ImageTokens("<IMG_CONTEXT>", "<IMG_CONTEXT>", before="<img>", after="</img>", line="\n")
+
+
+_QIANFAN_TOKENS = replace(_TOKENS, marker="<image>")
 
 
 def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -66,6 +72,14 @@ def internvl(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         scaled=True,
     )
     return VisionSpec(tower, _rule(tower, images, side), _TOKENS, *colours_of(images, CLIP))
+
+
+def qianfan_ocr(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """An InternVL of another name, with a template of its own, whose attention has biases unless its config says otherwise."""
+    vision = vision_section(config, "qianfan_ocr_vision")
+    own = {"model_type": "internvl_vision", "attention_bias": vision.flag("attention_bias", True)}
+    values = {**config.values, "vision_config": {**vision.values, **own}}
+    return replace(internvl(ConfigReader(values, config.where), images), tokens=_QIANFAN_TOKENS)
 
 
 def internvl_chat(config: ConfigReader, images: ConfigReader) -> VisionSpec:

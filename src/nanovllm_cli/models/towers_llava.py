@@ -40,18 +40,22 @@ _ASPECT = re.compile(r"anyres_max_([1-9]\d{0,2})")
 def llava(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """Of config.json, and of the image processor's settings; of one with CLIP's tower, or SigLIP's."""
     config, tower, side = _tower(config, _CLIP, {"vision_feature_layer": -2, "vision_feature_select_strategy": "default"})
+    rule = clip_rule(images, tower.patch_size, side, by_shorter=tower.lead)
+    return VisionSpec(tower, rule, _TOKENS, *colours_of(images, CLIP if tower.lead else HALVES))
+
+
+def clip_rule(images: ConfigReader, cell: int, side: int, *, by_shorter: bool = True) -> SizeRule:
+    """Of images of this side. by_shorter: where settings say nothing, the shorter one becomes that long, and the middle is it."""
     if images.values.get("do_pad") is True:
         raise UnsupportedError(f"{images.where}: images that are filled up to squares (do_pad) are not supported", ANOTHER)
     said = images.values.get("size")
-    by_shorter = tower.lead if not isinstance(said, dict) else said.get("shortest_edge") is not None
+    by_shorter = by_shorter if not isinstance(said, dict) else said.get("shortest_edge") is not None
     if by_shorter and not images.does("do_center_crop", True):
         raise UnsupportedError(f"{images.where}: images of any shape (do_center_crop false) are not supported", ANOTHER)
-    _check_side(images, side)
+    check_side(images, side)
     if by_shorter:
-        rule = SizeRule("middle", tower.patch_size, resample=resample_of(images, 3), tile=side)
-    else:
-        rule = SizeRule("square", tower.patch_size, longest_side=side, resample=resample_of(images, 3))
-    return VisionSpec(tower, rule, _TOKENS, *colours_of(images, CLIP if tower.lead else HALVES))
+        return SizeRule("middle", cell, resample=resample_of(images, 3), tile=side)
+    return SizeRule("square", cell, longest_side=side, resample=resample_of(images, 3))
 
 
 def llava_next(config: ConfigReader, images: ConfigReader) -> VisionSpec:
@@ -118,7 +122,7 @@ def _read_behind(config: ConfigReader, depth: int) -> int:
     return count
 
 
-def _check_side(images: ConfigReader, side: int) -> None:
+def check_side(images: ConfigReader, side: int) -> None:
     """An image's, in whatever way settings say it."""
     for key in ("size", "crop_size"):
         said = images.values.get(key)
@@ -131,7 +135,7 @@ def mosaic_rule(
     config: ConfigReader, images: ConfigReader, tower: TowerSpec, side: int, usual: list[list[int]] = NEXT_GRIDS
 ) -> SizeRule:
     """side: of a square. usual: heights and widths of files that say nothing."""
-    _check_side(images, side)
+    check_side(images, side)
     own, others = (each.values.get("image_grid_pinpoints") for each in (images, config))
     sizes = own if own is not None else others if others is not None else usual
     if own is not None and others is not None and own != others:

@@ -81,6 +81,16 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         "{% for part in content %}{% if part.type == 'image' %}{{ '<image>' }}{% endif %}{% endfor %}{{ bos_token }}"
         r"{% for part in content %}{% if part.type == 'text' %}{{ part.text }}{% endif %}{% endfor %}{% endif %}{{ '\n' }}"
     ),
+    "got-ocr": (
+        _SPLIT_SYSTEM + r"{{ '<|im_start|>system\n' + (system or 'You should follow the instructions carefully and explain your "
+        r"answers in detail.') + '<|im_end|>' }}{% for message in turns %}{{ '<|im_start|>' + message.role + '\n' }}"
+        "{% if message.content is string %}{{ message.content }}{% else %}"
+        "{% set images = message.content | selectattr('type', 'equalto', 'image') | list | length %}"
+        "{% set text = message.content | selectattr('type', 'equalto', 'text') | map(attribute='text') | join %}"
+        r"{% if images %}{{ '<img>' + '<imgpad>' * images + '</img>\n' }}{% endif %}"
+        r"{{ text or (' OCR across multi pages: ' if images > 1 else ' OCR: ') }}{% endif %}{{ '<|im_end|>' }}{% endfor %}"
+        r"{% if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}"
+    ),
     "plain": (
         r"{{ bos_token }}{% for message in messages %}{{ message.content }}"
         r"{% if not loop.last %}{{ '\n' }}{% endif %}{% endfor %}"

@@ -11,7 +11,7 @@ from __future__ import annotations
 import inspect
 import json
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
 from functools import cache
 from typing import Any, NamedTuple
@@ -174,7 +174,7 @@ def prepare_chat(
     if senses is not None and images:
         told, marks = in_template(told, template.source, senses, images)
     inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
-    veil = _Veil(tokenizer, template.source, inputs)
+    veil = _Veil(tokenizer, template.source, inputs, {tokens.marker for tokens in marks.values()})
     veiled = {name: veil.over(value) for name, value in inputs.items()}
     text = template.render(
         veiled["messages"],
@@ -231,10 +231,12 @@ def strings(value: Any) -> Iterator[str]:
 
 
 class _Veil:
-    """Stand-ins for the characters that control tokens begin with."""
+    """Stand-ins for the characters that control tokens begin with. markers: what a template writes for an image or a sound, which
+    need be no token."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, inputs: Any) -> None:
-        firsts = sorted({token[0] for token in tokenizer.control_tokens if token})
+    def __init__(self, tokenizer: Tokenizer, source: str, inputs: Any, markers: Collection[str] = ()) -> None:
+        controls = {*tokenizer.control_tokens, *(marker for marker in markers if marker in source)}
+        firsts = sorted({token[0] for token in controls if token})
         words = sorted(token for token in tokenizer.control_tokens if token[:1].isalnum() or token[:1].isspace())
         used = set(source).union(*(text for text in strings(inputs) if not text.isascii()))
         escaped = source + "".join(text for text in strings(inputs) if "\\u" in text)
@@ -243,7 +245,7 @@ class _Veil:
         if len(self._stand_in) < len(firsts):
             raise UsageError("the messages use every private-use character there is")
         self._original = {stand_in: first for first, stand_in in self._stand_in.items()}
-        tags = sorted({tag for tag in _TAG.findall(source) if tag not in tokenizer.control_tokens})
+        tags = sorted({tag for tag in _TAG.findall(source) if tag not in controls})
         # A token that begins like a word is veiled where it stands in full; its letter alone is in every message. Each choice
         # begins with a character as it is, which `re` finds fast: nobody else runs while it looks through megabytes.
         choices = [

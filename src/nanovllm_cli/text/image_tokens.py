@@ -15,7 +15,7 @@ from nanovllm_cli.canvas_spec import Canvas, Markers
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds, VisionSpec
 
 Sent = Picture | Clip
 Marks = Mapping[bool, ImageTokens]
@@ -74,13 +74,13 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
     found: list[tuple[int, str, str]] = []  # where a mark begins, itself, and what it becomes
     for is_sound, tokens in marks.items():
         own = [each for each in sent if isinstance(each, Clip) == is_sound]
-        places = [match.start() for match in re.finditer(re.escape(tokens.marker), text) if match.start() not in plain_at]
+        places, mark = _places(text, plain_at, tokens, len(own))
         if len(places) != len(own):
             raise TemplateError(
                 f"the chat template writes {len(places)} places ({tokens.marker}) for {len(own)} {_NAMES[is_sound]}",
                 "use the model's own template" if len(places) < len(own) else None,
             )
-        found += [(place, tokens.marker, tokens.text(each, i)) for i, (place, each) in enumerate(zip(places, own, strict=True))]
+        found += [(place, mark, tokens.text(each, i)) for i, (place, each) in enumerate(zip(places, own, strict=True))]
     found.sort()
     further = list(accumulate((len(becomes) - len(mark) for _, mark, becomes in found), initial=0))
     begins = [place for place, _, _ in found]
@@ -90,6 +90,16 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
         pieces += [text[start:place], becomes]
         start = place + len(mark)
     return "".join([*pieces, text[start:]]), moved
+
+
+def _places(text: str, plain_at: Collection[int], tokens: ImageTokens, count: int) -> tuple[list[int], str]:
+    """Where a template has written its mark, and that; as often as tokens stand for an image, if so it has for all of so many."""
+    mark = tokens.marker
+    places = [match.start() for match in re.finditer(re.escape(mark), text) if match.start() not in plain_at]
+    firsts, long = places[:: tokens.often], mark * tokens.often
+    if len(places) == count * tokens.often and all(text.startswith(long, place) for place in firsts):
+        return firsts, long
+    return places, mark
 
 
 def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: Sequence[Sent]) -> TokenIds:
@@ -119,6 +129,8 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
         line = [token_id] * placed[-1].columns
         if not placed[-1].ends_lines:
             out += [token_id] * placed[-1].num_tokens
+            for place, mark in _marks(placed[-1], sense):
+                out[place] = _id(tokenizer, mark)
         else:
             out += [*line, line_end] * placed[-1].rows
             out[-1] = last_end
@@ -127,6 +139,15 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
     if senses.vision is not None and senses.vision.markers is not None:
         placed = list(on_canvases(out, placed, [each for each in sent if isinstance(each, Picture)], senses.vision.markers))
     return TokenIds(out, placed)
+
+
+def _marks(placed: PlacedImage, sense: Sense) -> list[tuple[int, str]]:
+    """Tokens between an image's squares that lie apart, and where they are in a prompt."""
+    image, kinds = placed.image, sense.tokens.marks
+    if not kinds or not isinstance(image, Image) or image.mosaic is None:
+        return []
+    side = image.width // sense.tower.cell if isinstance(sense, VisionSpec) else 0
+    return [(placed.start + place, kinds[kind]) for place, kind in image.mosaic.marks(side)]
 
 
 def on_canvases(

@@ -214,6 +214,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "ouro": {**_sizes("ByteDance/Ouro-*", "1.4B 2.6B"), **{f"{size}-thinking": f"ByteDance/Ouro-{size.upper()}-Thinking"
                                                            for size in ("1.4b", "2.6b")}},
     "talkie": {"13b": "lewtun/talkie-1930-13b-it-hf"},
+    "got-ocr2": {"0.6b": "stepfun-ai/GOT-OCR-2.0-hf"},
+    "qianfan-ocr": {"4b": "baidu/Qianfan-OCR"},
     "dory": {"4b": "nvidia/NVIDIA-Nemotron-Labs-Dory1.0-4B-BF16"},
     "hrm-text": {"1b": "sapientinc/HRM-Text-1B"},
     "ax-k1": {"519b": "skt/A.X-K1"},

@@ -27,8 +27,8 @@ from nanovllm_cli.models.ears_gguf import (
     hears,
     hears_too,
 )
-from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of
-from nanovllm_cli.models.tower_sam import SamTower
+from nanovllm_cli.models.tower import tower_dtype, tower_of
+from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.towers_gguf import names_in_gguf, projector_of, vision_from_gguf
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
@@ -73,7 +73,7 @@ def check_mmproj(file: Checkpoint, senses: Senses) -> None:
 
 def load_mmproj(
     file: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tower | SamTower:
+) -> Seeing:
     """As `vision.load_tower`."""
     reader, tensors = GGUFReader(file), {}
     for ours, theirs in _compared(file, spec.tower).items():

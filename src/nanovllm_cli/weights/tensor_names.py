@@ -23,6 +23,7 @@ from nanovllm_cli.weights.heads import head_tensors
 _OUTER, _INNER = "model.", (
     "language_model.model.", "language_model.backbone.", "model.language_model.", "model.text_model.", "thinker.model.",
 )  # fmt: skip
+_AGAIN = "encoder."  # in front of the layers of a Qianfan-OCR that transformers has written
 _HEADS = "language_model.", "thinker."
 _BACKBONE = "backbone."  # with _OUTER in front of all, in Codestral Mamba; or _OUTER in its place, in Nemotron Puzzle
 _GUESSES = "model.mtp_"  # where they have no place among the layers, in ERNIE
@@ -59,6 +60,8 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
         return bare_names(table, family_of(checkpoint)) if is_bare(checkpoint) else table
     outer = _BACKBONE if table["embedding.weight"].startswith(_BACKBONE) else _OUTER
     renamed = {ours: prefix + theirs.removeprefix(outer) for ours, theirs in table.items() if theirs.startswith(outer)}
+    if any(name.startswith(f"{prefix}{_AGAIN}layers.") for name in checkpoint.names()):
+        renamed = {ours: theirs.replace(f"{prefix}layers.", f"{prefix}{_AGAIN}layers.") for ours, theirs in renamed.items()}
     heads = {before + table["head.weight"] for before in _HEADS}.intersection(checkpoint.names())
     return table | renamed | dict.fromkeys(["head.weight"] if heads else [], min(heads, default=""))
 

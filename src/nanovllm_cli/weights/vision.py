@@ -16,8 +16,10 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of, tower_shapes
-from nanovllm_cli.models.tower_sam import SamTower, sam_stored
+from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes
+from nanovllm_cli.models.tower_fastvit import fastvit_stored
+from nanovllm_cli.models.tower_layers import Seeing
+from nanovllm_cli.models.tower_sam import sam_stored
 from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -30,6 +32,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
+    "visual_embeddings_table",
 )  # fmt: skip
 _ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
 """LightOnOCR's and PaddleOCR-VL's names for what others have."""
@@ -38,13 +41,14 @@ _ROOT = re.compile(
 )
 _UNREAD = re.compile(
     r".*\.(?:inv_freq|position_ids)|(?:vision_tower|visual)\.head\..*|.*\.packing_position_embedding\..*|vit\.perceive\.image_sep"
-    r"|vision_model\.connector\.fine\..*"
+    r"|vision_model\.connector\.fine\..*|.*\.num_batches_tracked"
 )
-"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing, and the
-finer of a Granite Docling's connectors."""
+"""Numbers that follow from the config, SigLIP's head, which makes one vector of an image, a row and positions of nothing, the
+finer of a Granite Docling's connectors, and what training counted."""
 _UNREAD_WHOLE = re.compile(rf"{_UNREAD.pattern}|vision_tower\.vit_merger\..*")
 """And where patches are not joined within a tower, what a MiniCPM-V's has for that."""
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
+_PLACES = "{i}", "{j}"
 
 
 def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
@@ -79,7 +83,7 @@ def tower_parts(checkpoint: Checkpoint, spec: VisionSpec) -> dict[str, list[str]
 
 def load_tower(
     checkpoint: Checkpoint, spec: VisionSpec, dtype: torch.dtype, device: torch.device | str = "cpu"
-) -> Tower | SamTower:
+) -> Seeing:
     """The tower with its weights, to compute in `dtype`. CheckpointError names missing, extra and misshapen tensors, and those
     with NaN."""
     reader, tensors = open_reader(checkpoint), {}
@@ -127,7 +131,7 @@ def compared(
     shapes: Mapping[str, tuple[int, ...]],
 ) -> dict[str, list[str]]:
     """Our names of a tower's tensors -> the folder's. plain: its names -> without what they may begin with. patterns: our names,
-    {i} for a layer -> those. shapes: of what is stored for each of ours. Raises as `match_tensors`."""
+    {i} for a layer, {j} for one in that -> those. shapes: of what is stored for each of ours. Raises as `match_tensors`."""
     there: dict[str, str] = {}
     extra = []
     for name in sorted(plain):
@@ -138,13 +142,22 @@ def compared(
     names: dict[str, list[str]] = {}
     wanted: dict[str, tuple[int, ...]] = {}
     for ours, (_, *others) in shapes.items():
-        layer = _LAYER.search(ours)
-        pattern = patterns[_LAYER.sub("{i}", ours)]
-        names[ours] = [each.replace("{i}", layer[0]) if layer else each for each in pattern]
+        names[ours] = _of_layer(ours, patterns)
         each_rows = rows_of_parts(ours, len(names[ours]), shapes)
         wanted |= {name: (own, *others) for name, own in zip(names[ours], each_rows, strict=True)}
     match_tensors(path, wanted, {own: (name, reader.shape(name) or (1,)) for own, name in there.items()}, extra)
     return {ours: [there[each] for each in own] for ours, own in names.items()}
+
+
+def _of_layer(ours: str, patterns: Mapping[str, tuple[str, ...]]) -> list[str]:
+    """See `compared`."""
+    pattern, numbers = ours, list(zip(_PLACES, _LAYER.findall(ours), strict=False))
+    for place, _ in numbers:
+        pattern = _LAYER.sub(place, pattern, count=1)
+    theirs = list(patterns[pattern])
+    for place, number in numbers:
+        theirs = [each.replace(place, number) for each in theirs]
+    return theirs
 
 
 def rows_of_parts(ours: str, count: int, shapes: Mapping[str, tuple[int, ...]]) -> list[int]:
@@ -179,6 +192,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     taken together."""
     if spec.sam is not None:
         return sam_stored(spec, of_file=of_file)
+    if spec.fastvit is not None:
+        return fastvit_stored(spec)
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
@@ -191,6 +206,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["projector.join.weight"] = (2 * spec.hidden_size, spec.hidden_size, spec.merge, spec.merge)
         shapes["projector.first.weight"] = (4 * spec.hidden_size, 2 * spec.hidden_size, 1, 1)
         shapes["positions.weight"] = (spec.positions + (not of_file), spec.hidden_size)
+    if spec.marks:  # both are of one table
+        table = (spec.projector_size + spec.marks, spec.out_size)
+        shapes |= {"projector.out.weight": table, "marks.table": table}
     if spec.queries:
         tables = [ours for ours in shapes if ours.endswith(".table")]
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
@@ -205,6 +223,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
 
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
+    if spec.fastvit is not None:  # of kernels of single patches, and gains of lines and columns, what is left without these
+        return stored.flatten(stored.dim() - 3) if stored.dim() > 2 and stored.shape[-2:] == (1, 1) else stored
     if spec.sam is not None and ours == "positions.weight":
         return stored.flatten(0, 2)
     if ours == "separator.weight":
@@ -230,6 +250,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return _axes_joined(stored, 2)
     if ours == "projector.out.weight" and spec.projector == "pooled":
         return stored.T
+    if spec.marks and ours in ("projector.out.weight", "marks.table"):
+        return stored[: -spec.marks].T if ours.startswith("projector.") else stored[-spec.marks :]
     if ours == "projector.norm.weight" and spec.projector == "pooled":
         return stored.to(torch.float32) + 1
     if spec.lead and ours in ("lead.weight", "positions.weight"):
