@@ -10,7 +10,8 @@ import pytest
 import torch
 
 from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec, LatentSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import BlockSpec
 from nanovllm_cli.quant import awq
 from nanovllm_cli.quant.awq import scale_and_clip
 from nanovllm_cli.quant.format import Format, Fp8, Integer, Nf4

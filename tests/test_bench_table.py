@@ -28,7 +28,8 @@ from nanovllm_cli.engine.outputs import CompletionOutput, RequestMetrics, Reques
 from nanovllm_cli.engine.placement import NEAR
 from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError, UsageError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.sampling_params import SamplingParams

@@ -13,7 +13,8 @@ from transformers import Cohere2MoeConfig
 
 from engines import SMALL, random_model, save, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family

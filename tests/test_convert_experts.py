@@ -33,7 +33,7 @@ import test_experts as experts
 from engines import SMALL, random_model, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import CheckpointView, open_checkpoint
 from quantizing import plan_of

@@ -16,7 +16,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from nanovllm_cli import LLM, EngineConfig
 from nanovllm_cli.errors import CheckpointError
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
 from test_cuda_encoders import distance, embed, engine_on
 from test_encoders import far
 

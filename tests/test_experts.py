@@ -43,7 +43,7 @@ from nanovllm_cli.kernels.entry import Kernel
 from nanovllm_cli.kernels.mixture import Groups, Mixture, Scoring
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
-from nanovllm_cli.model_spec import MLPSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.norm_spec import NormSpec

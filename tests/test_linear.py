@@ -16,7 +16,7 @@ from transformers import KimiLinearConfig, LaraMiniConfig, OlmoHybridConfig
 from engines import each_alone, engine_for, greedy, num_parameters, random_model, run, save, worker_for
 from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.state_spec import DeltaSpec

@@ -7,7 +7,8 @@ from dataclasses import replace
 
 import pytest
 
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, spec_from_hf
 from nanovllm_cli.quantization.mixes import file_type, type_of
 

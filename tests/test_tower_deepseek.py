@@ -24,7 +24,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
 from nanovllm_cli.images.sizes import fitted, most_rows, most_tokens
 from nanovllm_cli.images.source import data_url
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.vision_spec import Image

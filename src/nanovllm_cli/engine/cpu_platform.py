@@ -24,7 +24,8 @@ from nanovllm_cli.kernels.cpu_ops import CpuOps
 from nanovllm_cli.kernels.warm import Kind, warm_up
 from nanovllm_cli.layers.kit import Share
 from nanovllm_cli.mixer_spec import state_in
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.processors import THREADS_VARIABLE, default_threads, num_processors
 from nanovllm_cli.progress import LoadProgress, NullProgress

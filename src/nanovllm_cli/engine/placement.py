@@ -12,7 +12,8 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import shapes_of
 
 ALWAYS_NEAR = ("k_b", "v_b", "kv_b", "router", "per_layer_projection")

@@ -12,7 +12,7 @@ from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.model_spec import MLPSpec
+from nanovllm_cli.mlp_spec import MLPSpec
 from nanovllm_cli.norm_spec import NormSpec
 
 

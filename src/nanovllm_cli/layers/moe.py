@@ -16,7 +16,7 @@ from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.router import HandedOn, Router
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
-from nanovllm_cli.model_spec import MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.norm_spec import NormSpec
 
 

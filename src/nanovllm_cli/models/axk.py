@@ -10,7 +10,8 @@ from typing import Any
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK3, MAX_DIM, latent_from_hf
 from nanovllm_cli.models.experts import layers_without_experts

@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import DEEPSEEK_KEYS, scored_by_sigmoids, with_shared
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, weight_keys

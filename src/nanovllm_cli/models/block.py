@@ -27,7 +27,8 @@ from nanovllm_cli.layers.rescaling import RescaledJoin, SphereJoin
 from nanovllm_cli.layers.scan import HeadScan, Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.mixer_spec import AheadSpec, AttentionSpec, ConvolvedSpec, LatentSpec, MixerSpec, PairSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec

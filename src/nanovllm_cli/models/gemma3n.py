@@ -17,7 +17,8 @@ from statistics import NormalDist
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField
 from nanovllm_cli.models.gemma4 import PER_LAYER_GGUF_NAMES, PER_LAYER_HF_NAMES, with_readers

@@ -11,7 +11,8 @@ from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deepseek import DEEPSEEK3, latent_from_gguf
 from nanovllm_cli.models.experts import DEEPSEEK_KEYS, layers_without_experts, limited, limits_in_gguf

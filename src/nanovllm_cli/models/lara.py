@@ -9,7 +9,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.families import SLIDING
 from nanovllm_cli.models.family import Family, no_file

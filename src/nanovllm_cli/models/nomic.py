@@ -10,7 +10,8 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import EntrySpec, MLPSpec, ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import GGUF_ENTRY, LONE, encoder
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys

@@ -9,7 +9,8 @@ from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AheadSpec, MixerSpec, PairSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, ModelSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.family import ANOTHER, Family, check_usual, no_file
 from nanovllm_cli.models.mamba import checked_mamba, mamba_hf_names

@@ -24,7 +24,8 @@ from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.memory import OVERHEAD_BYTES
 from nanovllm_cli.mixer_spec import state_in
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import matrices_of, shapes_of
 from nanovllm_cli.planning.facts import Facts, TensorClass
 from nanovllm_cli.quant.format import Blocks, Format, Integer

@@ -21,7 +21,8 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
-from nanovllm_cli.model_spec import BlockSpec, MLPSpec, MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
+from nanovllm_cli.model_spec import BlockSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec

@@ -46,7 +46,8 @@ from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.scan import Scan
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quant.statistics import InputStatistics

@@ -14,7 +14,8 @@ from nanovllm_cli.layers.entry import entry_of
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.per_layer import PerLayerInputs
 from nanovllm_cli.mixer_spec import PairSpec
-from nanovllm_cli.model_spec import EntrySpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import EntrySpec
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed

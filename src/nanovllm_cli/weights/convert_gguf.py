@@ -19,7 +19,8 @@ from gguf.utility import size_label
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family, GGUFField

@@ -14,7 +14,8 @@ from typing import Any, NamedTuple
 import torch
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import MLPSpec, ModelSpec
+from nanovllm_cli.mlp_spec import MLPSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import LLAMA, MISTRAL, MIXTRAL, QWEN2, QWEN3, QWEN3_MOE, spec_from_hf
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.models.qwen_next import QWEN2_MOE

@@ -16,7 +16,8 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.layers.slots import Slots
-from nanovllm_cli.model_spec import ModelSpec, MoESpec
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.assistant import assistant_spec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
