@@ -233,6 +233,16 @@ def test_results_that_cannot_be_resumed_are_said_at_once(content: str | None, tm
     assert raised.value.code == 2
 
 
+def test_folders_of_what_is_written_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there would end the call behind its first section."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", lambda names, command, budget, report, environment: report("ceilings", done(b=1)))
+    files = [tmp_path / "results" / "gpu.json", tmp_path / "tables" / "gpu.md"]
+    assert command_line.main(["--output", str(files[0]), "--table", str(files[1])]) == 0
+    assert all(file.exists() for file in files)
+
+
 def test_what_was_measured_outlives_a_report_that_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
