@@ -8,6 +8,7 @@ from typing import Any
 
 import gguf
 import numpy as np
+from gguf.quants import quantize
 
 
 def written_anew(
@@ -17,9 +18,10 @@ def written_anew(
     drop: Collection[str] = (),
     tensors: Mapping[str, np.ndarray] | None = None,
     arch: str | None = None,
+    rounded: Mapping[str, gguf.GGMLQuantizationType] | None = None,
 ) -> Path:
     """keys: others, or None for none. drop: tensors that are left out. tensors: others, in float32. arch: another architecture,
-    by whose name the keys begin then."""
+    by whose name the keys begin then. rounded: tensors of float32, and the blocks that they become."""
     file = gguf.GGUFReader(path)
     own = str(file.fields["general.architecture"].contents())
     writer = gguf.GGUFWriter(to, arch or own)
@@ -39,6 +41,9 @@ def written_anew(
         if tensor.name not in drop:
             numbers = (tensors or {}).get(tensor.name)
             kind = None if numbers is not None else tensor.tensor_type
+            if rounded is not None and tensor.name in rounded:
+                kind = rounded[tensor.name]
+                numbers = quantize(tensor.data, kind)
             writer.add_tensor(tensor.name, tensor.data if numbers is None else numbers, raw_dtype=kind)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()

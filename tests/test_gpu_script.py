@@ -233,6 +233,16 @@ def test_results_that_cannot_be_resumed_are_said_at_once(content: str | None, tm
     assert raised.value.code == 2
 
 
+def test_folders_of_what_is_written_are_made(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """An error there would end the call behind its first section."""
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    monkeypatch.setattr(command_line, "why_not", lambda: None)
+    monkeypatch.setattr(sections, "run_all", lambda names, command, budget, report, environment: report("ceilings", done(b=1)))
+    files = [tmp_path / "results" / "gpu.json", tmp_path / "tables" / "gpu.md"]
+    assert command_line.main(["--output", str(files[0]), "--table", str(files[1])]) == 0
+    assert all(file.exists() for file in files)
+
+
 def test_what_was_measured_outlives_a_report_that_breaks(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -485,10 +495,10 @@ def test_bars_are_met_missed_or_not_measured() -> None:
 
 def test_bars_of_quantized_weights() -> None:
     rates = {"nanovllm, batch 1": 120.0, "nanovllm, batch 32": 80.0, "llama.cpp, batch 1": 100.0, "llama.cpp, batch 32": 40.0}
-    gains = {1: 3.5, 16: 3.1, 32: 2.2, 512: 0.7}
+    gains = {1: 3.5, 16: 3.1, 32: 2.2, 4096: 0.7}
     results = {
         "ceilings": done(**{"copy GB/s": 4000.0}),
-        "quantized": done(int4=[{"case": "a", "GB/s": 3000.0}, {"case": "b", "GB/s": 2000.0}]),
+        "quantized": done(int4=[{"case": case, "GB/s": rate} for case, rate in (("a", 3000.0), ("b", 2000.0), ("c", 2500.0))]),
         "crossover": done(int4=[{"rows": rows, "gain": gain} for rows, gain in gains.items()]),
         "quantized-8b": done(**{"int4, 1": {"tok/s": 630.0}}),
         "quantized-prefill": done(bf16={"tok/s": 100.0}, fp8={"tok/s": 150.0}),
@@ -503,6 +513,21 @@ def test_bars_of_quantized_weights() -> None:
     assert rows["prefill of Qwen3-8B in fp8 against bf16"] == (1.5, True)
     assert rows["against llama.cpp, batch 1"] == (1.2, True)
     assert rows["against llama.cpp, batch 32"] == (2, False)
+
+
+def test_the_worst_of_what_was_not_all_measured_is_not_known() -> None:
+    """The one that is missing may be the one that misses the bar."""
+    decode = [{"case": f"qwen3-8b, {kind}, 32 x 2048", "GB/s": 3900.0} for kind in ("bf16", "fp8", "int8")]
+    some = {"status": "timed out", "seconds": 60.0}
+    results = {
+        "ceilings": done(**{"copy GB/s": 4000.0}),
+        "attention": some | {"results": {"decode": decode}},
+        "quantized": some | {"results": {"int4": [{"case": f"int4, {i}", "GB/s": 3900.0} for i in range(2)]}},
+        "crossover": some | {"results": {"int4": [{"rows": rows, "gain": 3.5} for rows in (1, 2, 4, 8, 16, 24)]}},
+        "tokens": some | {"results": {"bf16": {"largest gap": 0.01}}},
+    }
+    found = {row["bar"]: row["met"] for row in report.bars(results) if row["found"] is not None}
+    assert found == {"int4 against bf16, worst of 1 to 16 rows": True}
 
 
 @pytest.mark.parametrize(

@@ -7,15 +7,19 @@ from typing import Any
 
 import pytest
 import torch
+from gguf import GGMLQuantizationType
+from gguf.quants import dequantize
+from gguf.quants import quantize as quantize_blocks
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, HYV4Config, HYV4VLConfig
 
 from engines import engine_for, random_model, save, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from quantizing import quantize
-from test_convert_families import fields, make_gguf, same
+from test_convert_families import fields, make_gguf, same, tensors
 from test_latent import EVEN
 from test_llm import write_byte_tokenizer
 from test_models import CASES, INDEXER, LATENT_EXPERTS, check_what_it_writes, prompts
@@ -25,6 +29,7 @@ from test_sparse_models import tokens_of
 _EXPERTS = {name: value for name, value in LATENT_EXPERTS.items() if name != "first_k_dense_replace"}
 CONFIG = HYV4Config(**EVEN | _EXPERTS | INDEXER | {"num_hidden_layers": 4}, indexer_types=["full", "shared", "full", "full"])
 NAME = "hy 4, a layer goes by another"
+Q8_0 = GGMLQuantizationType.Q8_0
 
 
 @pytest.fixture(scope="module")
@@ -180,3 +185,19 @@ def test_a_file_of_the_part_that_writes(tmp_path: Path) -> None:
     assert any("vit." in note or "sees" in note for note in notes), notes
     assert fields(tmp_path / "made.gguf")["general.architecture"] == "hy_v4"
     same(folder, tmp_path / "made.gguf")
+
+
+def test_what_weighs_streams_may_be_rounded_in_a_file(tmp_path: Path) -> None:
+    """Like any matrix: as the same numbers in float32."""
+    text = {key: value for key, value in CASES[NAME].to_dict().items() if key != "vocab_size"}
+    folder = save(random_model(HYV4Config(**text, vocab_size=4096)), tmp_path / "folder")
+    make_gguf(folder, tmp_path / "made.gguf")
+    names = ("blk.0.hc_attn_fn.weight", "blk.1.hc_ffn_fn.weight", "output_hc_fn.weight")
+    numbers = tensors(tmp_path / "made.gguf")
+    plain = {name: dequantize(quantize_blocks(numbers[name], Q8_0), Q8_0) for name in names}
+    files = [
+        written_anew(tmp_path / "made.gguf", tmp_path / "plain.gguf", tensors=plain),
+        written_anew(tmp_path / "made.gguf", tmp_path / "rounded.gguf", rounded=dict.fromkeys(names, Q8_0)),
+    ]
+    logits = [logits_of(worker_for(each, dtype="float32"), prompts(512)[:5]) for each in files]
+    assert torch.equal(*logits)

@@ -15,6 +15,7 @@ from transformers import LlamaConfig, Qwen3Config
 from emulation.compare import close_to_rounding, random
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
+from emulation.late import LateDevice
 from engines import engine_for, greedy, random_model, run, save, worker_for
 from live_server import live_server
 from nanovllm_cli import LLM, SamplingParams
@@ -258,6 +259,19 @@ def test_a_deterministic_gpu_gives_rows_what_they_have_alone(for_gpus: tuple[Pat
     together = answered(*requests, lora_modules=named)
     assert together == [answered(request, lora_modules=named)[0] for request in requests]
     assert together[:1] == answered(requests[0])
+
+
+@needs_emulation
+def test_on_a_late_device_each_step_has_its_own_choice(for_gpus: tuple[Path, dict[str, str]]) -> None:
+    """While requests that choose come and go, and the host is a step ahead."""
+    path, named = for_gpus
+    asked = [(ids, greedy(3 + 4 * i, lora=chosen)) for i, (ids, chosen) in enumerate(zip(FEW, reversed(CHOSEN), strict=True))]
+    settings: dict[str, Any] = {"lora_modules": named, "max_num_seqs": 2}
+    expected = [output.outputs[0].token_ids for output in run(engine_on(path, EmulatedDevice(), eager=True, **settings), asked)]
+    with LateDevice() as device:
+        engine = engine_on(path, device, **settings)
+        assert [output.outputs[0].token_ids for output in run(engine, asked)] == expected
+    assert device.races == []
 
 
 def test_their_memory_is_counted(qwen: Path, tmp_path: Path) -> None:

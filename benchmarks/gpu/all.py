@@ -97,6 +97,7 @@ def measure(
         bars, table = shown(results)
         sections.write_json(options.output, {"sections": results, "bars": bars})
         if options.table:
+            options.table.parent.mkdir(parents=True, exist_ok=True)
             options.table.write_text(table)
 
     launch_as_found()

@@ -17,6 +17,7 @@ import torch
 from gpu.cases import BF16, Case, randn
 from gpu.engine_runs import measure, prefill_of, room
 from gpu.engines import Loaded, gpu, load, overlaps, release
+from gpu.report import MOST_ROWS, SIZES
 from gpu.sections import Output, Skipped
 from gpu.shapes import SHAPES, HasConfig, RandomCheckpoint
 from gpu.sweeps import attempt, timed
@@ -39,8 +40,6 @@ from nanovllm_cli.weights.weight_reader import PlainReader, Slices
 FORMATS = ("int4", "q4_k", "fp8-weight-only", "int8-weight-only", "q8_0")
 """Those that have bars."""
 OTHER_FORMATS = ("fp8", "fp8:block=128", "int8", "nf4", "q6_k")
-SIZES = ((4096, 12288), (24576, 4096), (151936, 4096))
-"""Outputs and columns."""
 MODELS = ("int4", "fp8", "q4_k_m")
 """The same."""
 OTHER_MODELS = ("fp8-weight-only", "int8")
@@ -48,7 +47,7 @@ KINDS: dict[packed.Kind, str] = {"int4": "int4", "int8": "int8-weight-only", "fp
 """Of packed weights, and a format of each."""
 CROSSED = (12288, 4096)
 """Outputs and columns."""
-ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, 4096)
+ROWS = (1, 2, 4, 8, 16, 24, 32, 48, 64, 96, 128, 192, 256, 384, 512, 1024, 2048, MOST_ROWS)
 PLANNED: tuple[packed.Kind, ...] = ("int4", "fp8")
 PLANNED_SIZES = ((4096, 4096), (24576, 4096), (4096, 12288))
 """Outputs and columns of Qwen3-8B's matrices behind attention, before and behind the MLP's middle."""

@@ -15,6 +15,12 @@ SMALLEST, EAGER, ONE_BY_ONE, OVERLAPPED = "qwen3-0.6b", "eager", "one kernel aft
 LAST_BEGUN = "last begun"
 """Of contact: the way that it came to, which may have hung."""
 ENDED = ("done", "failed", "timed out")
+BARRED = {(32, 2048), (128, 2048)}
+"""Sequences and tokens of each that every bar of decode attention needs."""
+SIZES = ((4096, 12288), (24576, 4096), (151936, 4096))
+"""Outputs and columns of the products that have bars: each of these bars needs all."""
+MOST_ROWS = 4096
+"""Of products whose rows are many and few: measured from the fewest up, so that who has this many has all."""
 
 
 class Bar(NamedTuple):
@@ -42,14 +48,15 @@ def _ratio(a: float | None, b: float | None) -> float | None:
 
 def _copy_share(results: Results, kind: str) -> float | None:
     """The lowest share of the copy ceiling over the rows that read as many sequences and tokens as the bar asks for, which rows
-    of a window do not."""
+    of a window do not. None where one that it needs is missing: the worst may be that one."""
     ceiling = _get(results, "ceilings", "copy GB/s")
-    rates = []
+    rates, sizes = [], set()
     for row in [row for section in ("attention", "attention-others") for row in _get(results, section, "decode") or []]:
         found = re.search(rf", {kind}, (\d+) x (\d+)$", row["case"])
         if found and int(found[1]) >= 32 and int(found[2]) >= 2048 and "window" not in row["case"]:
             rates.append(row["GB/s"])
-    return _ratio(min(rates), ceiling) if rates else None
+            sizes.add((int(found[1]), int(found[2])))
+    return _ratio(min(rates), ceiling) if sizes >= BARRED else None
 
 
 def _wrong(results: Results) -> float | None:
@@ -64,6 +71,9 @@ def _wrong(results: Results) -> float | None:
 
 
 def _not_near(results: Results) -> float | None:
+    """None where not all kinds were judged."""
+    if results.get("tokens", {}).get("status") != "done":
+        return None
     kinds = [value for kind, value in (results.get("tokens", {}).get("results") or {}).items() if not kind.endswith(" cache")]
     kinds = [value for value in kinds if isinstance(value, Mapping)]
     return max(value["largest gap"] for value in kinds) if kinds else None
@@ -74,11 +84,11 @@ def _decode(model: str, key: str = "tok/s") -> Callable[[Results], float | None]
 
 
 def _product_share(name: str) -> Callable[[Results], float | None]:
-    """The lowest share of the copy ceiling over the sizes measured, in bytes that the format keeps."""
+    """The lowest share of the copy ceiling over the sizes, in bytes that the format keeps."""
 
     def find(results: Results) -> float | None:
         rates = [row["GB/s"] for row in _get(results, "quantized", name) or []]
-        return _ratio(min(rates), _get(results, "ceilings", "copy GB/s")) if rates else None
+        return _ratio(min(rates), _get(results, "ceilings", "copy GB/s")) if len(rates) == len(SIZES) else None
 
     return find
 
@@ -88,11 +98,12 @@ def _quantized_decode(name: str) -> Callable[[Results], float | None]:
 
 
 def _least_gain(least: int, most: int) -> Callable[[Results], float | None]:
-    """Of packed int4 against bf16 weights, over the rows measured from `least` to `most`."""
+    """Of packed int4 against bf16 weights, from `least` rows to `most`, once so many were measured."""
 
     def find(results: Results) -> float | None:
-        gains = [row["gain"] for row in _get(results, "crossover", "int4") or [] if least <= row["rows"] <= most]
-        return min(gains) if gains else None
+        rows = _get(results, "crossover", "int4") or []
+        gains = [row["gain"] for row in rows if least <= row["rows"] <= most]
+        return min(gains) if gains and rows[-1]["rows"] >= most else None
 
     return find
 
@@ -141,7 +152,7 @@ BARS = (
     ),
     Bar("int4 against bf16, worst of 1 to 16 rows", 3, "x", _least_gain(1, 16)),
     Bar("int4 against bf16, 32 rows", 2, "x", _least_gain(32, 32)),
-    Bar("int4 against bf16, worst of all rows", 1, "x", _least_gain(1, 1 << 30)),
+    Bar("int4 against bf16, worst of all rows", 1, "x", _least_gain(1, MOST_ROWS)),
     *(
         Bar(f"decode, batch 1, Qwen3-8B in {name}", rate, "tok/s", _quantized_decode(name))
         for name, rate in (("fp8", 440), ("int4", 620), ("q4_k_m", 480))

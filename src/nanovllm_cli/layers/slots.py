@@ -34,10 +34,10 @@ def number_slot(take: Callable[[float], None]) -> WeightSlot:
 
 
 def table_slot(table: torch.Tensor, taken_off: float = 0.0) -> WeightSlot:
-    """A slot for a plain tensor, less taken_off, converted to its type."""
+    """A slot for a plain tensor, less taken_off, converted to its type. A file may have rounded it like a matrix."""
 
     def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "tables are plain numbers"
         table[first : first + rows.shape[0]].copy_(rows.float() - taken_off if taken_off else rows)
 
-    return WeightSlot(tuple(table.shape), load)
+    return WeightSlot(tuple(table.shape), load, plain=True)

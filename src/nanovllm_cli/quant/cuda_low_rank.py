@@ -31,7 +31,7 @@ class CudaLowRank(LowRankStorage):
         self._down = keep(torch.cat([side.down for side in sides]))
         self._up = keep(torch.cat([side.up for side in sides], 1))
         modules = [side.module for side in sides for _ in range(side.down.shape[0])]
-        self._modules = torch.tensor(modules, dtype=torch.int32, device=launcher.device)
+        self._modules = torch.tensor(modules, dtype=torch.int32).to(launcher.device)
         self._dtype = dtype
         self._launcher = launcher
 
