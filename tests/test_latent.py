@@ -348,7 +348,9 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Pat
     assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}], ids=["by way of fewer numbers", "at once"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope_interleave": None}, {"q_lora_rank": None}], ids=["by way of fewer numbers", "of null", "at once"]
+)
 def test_rotary_pairs_that_are_apart_lie_side_by_side_in_a_file(changes: dict[str, Any], tmp_path: Path) -> None:
     usual = {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100}
     config = YoutuConfig(**EVEN | usual | {"rope_interleave": False} | changes)
