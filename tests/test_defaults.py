@@ -9,7 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, Lfm3Config, ModernBertConfig
+import torch
+from transformers import Gemma3TextConfig, GptOssConfig, Lfm3Config, ModernBertConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -82,7 +84,7 @@ def found(config: Any, key: str) -> Iterator[Any]:
 def same(ours: Any, theirs: Any) -> bool:
     if isinstance(ours, Mapping):  # theirs has what is left out as well
         kinds = {"type": "rope_type"}
-        return isinstance(theirs, Mapping) and all(theirs.get(kinds.get(key, key)) == value for key, value in ours.items())
+        return isinstance(theirs, Mapping) and all(same(value, theirs.get(kinds.get(key, key))) for key, value in ours.items())
     if isinstance(theirs, list) and not isinstance(ours, list):
         return all(each == ours for each in theirs)
     return bool(theirs == ours or theirs == pytest.approx(ours))
@@ -225,6 +227,16 @@ def test_sections_of_an_lfm3_that_say_no_base_have_its_usual_one(kind: str) -> N
     filled = Lfm3Config(rope_parameters=copy.deepcopy(ropes)).rope_parameters
     family = hf_family(whole)
     assert spec_from_hf(whole | {"rope_parameters": ropes}, family) == spec_from_hf(whole | {"rope_parameters": filled}, family)
+
+
+def test_a_range_that_is_said_to_be_null_is_not_rounded() -> None:
+    """transformers takes null for false there, and true where nothing is said."""
+    whole = GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    ropes, family = whole["rope_parameters"], hf_family(whole)
+    none, null = ({**ropes, "truncate": said} for said in (False, None))
+    of_transformers = [ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(rope_parameters=dict(each)), "cpu")[0] for each in (none, null)]
+    assert torch.equal(*of_transformers)
+    assert spec_from_hf(whole | {"rope_parameters": null}, family) == spec_from_hf(whole | {"rope_parameters": none}, family)
 
 
 def test_there_are_many() -> None:

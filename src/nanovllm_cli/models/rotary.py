@@ -81,7 +81,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             return replace(
                 base, scaling="yarn", factor=rope.number("factor", max_position / original),
                 beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
-                truncate=rope.flag("truncate", True),
+                truncate=rope.does("truncate", True),
                 mscale=rope.number("mscale", 0.0, positive=False),
                 mscale_all_dim=rope.number("mscale_all_dim", 0.0, positive=False),
             )  # fmt: skip
