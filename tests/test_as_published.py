@@ -376,11 +376,13 @@ def test_the_first_config_of_dots() -> None:
         spec_from_hf(config | {"scoring_func": "softmax"}, hf_family(config))
 
 
-def test_weights_of_mlx_are_named(tmp_path: Path) -> None:
+@pytest.mark.parametrize("keys", [("quantization", "quantization_config"), ("quantization",)], ids=", ".join)
+def test_weights_of_mlx_are_named(keys: tuple[str, ...], tmp_path: Path) -> None:
+    """By either key; MLX's first folders have the one alone."""
     folder = save(random_model(LlamaConfig(**SMALL)), tmp_path)
     config = json.loads((folder / "config.json").read_text())
     quantized = {"group_size": 64, "bits": 4, "mode": "affine"}
-    (folder / "config.json").write_text(json.dumps(config | {"quantization": quantized, "quantization_config": quantized}))
+    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, quantized)))
     with pytest.raises(UnsupportedError, match="quantized by MLX") as caught:
         worker_for(folder)
     assert "GGUF" in str(caught.value.hint)

@@ -9,7 +9,9 @@ from contextlib import suppress
 from typing import Any
 
 import pytest
-from transformers import Gemma3TextConfig, ModernBertConfig
+import torch
+from transformers import Gemma3TextConfig, GptOssConfig, Lfm3Config, ModernBertConfig
+from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from transformers.models.auto.modeling_auto import (
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
@@ -217,6 +219,26 @@ def test_a_ropes_section_that_says_no_base_has_that_of_its_layers(architecture: 
     assert config(rope_parameters=copy.deepcopy(ropes) | {kind: {"rope_type": "default"}}).rope_parameters == ropes
     ropes[kind].pop("rope_theta")
     assert spec_from_hf(whole | {"rope_parameters": ropes}, family) == spec_from_hf(whole, family)
+
+
+@pytest.mark.parametrize("kind", ["full_attention", "sliding_attention"])
+def test_sections_of_an_lfm3_that_say_no_base_have_its_usual_one(kind: str) -> None:
+    whole = Lfm3Config().to_dict() | {"architectures": ["Lfm3ForCausalLM"]}
+    ropes = copy.deepcopy(whole["rope_parameters"])
+    ropes[kind].pop("rope_theta")
+    filled = Lfm3Config(rope_parameters=copy.deepcopy(ropes)).rope_parameters
+    family = hf_family(whole)
+    assert spec_from_hf(whole | {"rope_parameters": ropes}, family) == spec_from_hf(whole | {"rope_parameters": filled}, family)
+
+
+def test_a_range_that_is_said_to_be_null_is_not_rounded() -> None:
+    """transformers takes null for false there, and true where nothing is said."""
+    whole = GptOssConfig().to_dict() | {"architectures": ["GptOssForCausalLM"]}
+    ropes, family = whole["rope_parameters"], hf_family(whole)
+    none, null = ({**ropes, "truncate": said} for said in (False, None))
+    of_transformers = [ROPE_INIT_FUNCTIONS["yarn"](GptOssConfig(rope_parameters=dict(each)), "cpu")[0] for each in (none, null)]
+    assert torch.equal(*of_transformers)
+    assert spec_from_hf(whole | {"rope_parameters": null}, family) == spec_from_hf(whole | {"rope_parameters": none}, family)
 
 
 def test_there_are_many() -> None:

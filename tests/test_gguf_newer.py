@@ -21,8 +21,10 @@ from transformers import BailingHybridConfig, HrmTextConfig, HYV4Config
 from engines import random_model, save, worker_for
 from gguf_anew import add, written_anew
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
-from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_convert_families import fields, make_gguf, same, tensors, with_tokenizer
 from test_latent import EVEN
 from test_models import CASES as TEXTS
@@ -144,6 +146,14 @@ def test_a_file_of_an_hrm_without_its_numbers(tmp_path: Path) -> None:
     path = hrm_file(tmp_path / "m.gguf", random_model(HrmTextConfig(**HRM)))
     with pytest.raises(NanovllmError, match="layers_per_stack"):
         worker_for(written_anew(path, tmp_path / "less.gguf", {"hrm_text.hrm.layers_per_stack": None}))
+
+
+@pytest.mark.parametrize("name", ["blk.0.attn_q.bias", "blk.0.attn_qkv.weight"])
+def test_gates_of_an_hrms_file_beside_what_they_do_not_go_with_are_refused(name: str, tmp_path: Path) -> None:
+    with open_checkpoint(hrm_file(tmp_path / "m.gguf", random_model(HrmTextConfig(**HRM)))) as file:
+        family, names = gguf_family(file.config), {*file.names(), name}
+        with pytest.raises(UnsupportedError, match="hrm_text: gates of what heads find beside biases, or q, k and v"):
+            spec_from_gguf(file.config, family, 513, names, lambda name: None)
 
 
 LATENT_PARTS = {

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,9 @@ import torch
 from transformers import LagunaConfig
 
 from engines import SMALL, random_model, save, worker_for
+from gguf_anew import written_anew
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.model_spec import MoESpec
 from test_cli_driver import nanovllm
 from test_convert_families import make_gguf, with_tokenizer
 from test_llm import write_byte_tokenizer
@@ -102,6 +105,26 @@ def test_a_file_gives_the_logits_that_transformers_gives(model: Any, tmp_path: P
     expected = expected_logits(model, tokens)
     assert difference(logits_of(worker_for(write(tmp_path / "m.gguf", model)), tokens), expected) < 1e-4
     assert difference(logits_of(worker_for(save(model, tmp_path / "folder")), tokens), expected) < 1e-4
+
+
+@pytest.mark.parametrize(
+    ("keys", "changes"),
+    [({"expert_weights_norm": False}, {"norm_topk": False}), ({"expert_weights_norm": None}, {"norm_topk": False}),
+     ({"rope.dimension_count_swa": None}, {"dim": CONFIG.head_dim // 2})],
+    ids=str,
+)  # fmt: skip
+def test_weights_and_rotary_dims_that_a_file_says(
+    keys: dict[str, Any], changes: dict[str, Any], model: Any, tmp_path: Path
+) -> None:
+    """llama.cpp's rules: weights as they are and one count for all layers, unless a file says otherwise."""
+    base = write(tmp_path / "m.gguf", model)
+    named = {f"laguna.{key}": value for key, value in keys.items()}
+    usual, found = (worker_for(path).spec for path in (base, written_anew(base, tmp_path / "changed.gguf", named)))
+    if "dim" in changes:
+        wanted = usual.each_rope(lambda rope: replace(rope, **changes))
+    else:
+        wanted = usual.with_mlps(MoESpec, **changes)
+    assert usual != found == wanted
 
 
 @pytest.mark.parametrize("heads", [[4, 6], [4, 6, 5, 4], [4, 6, 6, 0]])

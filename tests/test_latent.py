@@ -34,8 +34,8 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.shapes import shape_config
 from quantized_checkpoints import fp8
 from quantizing import quantize
-from test_convert_families import fields, make_gguf, tensors
-from test_models import prompts, rope
+from test_convert_families import fields, make_gguf, tensors, with_tokenizer
+from test_models import CASES, prompts, rope
 from test_quant_engine import difference, expected_logits, logits_of
 from test_quantized_models import FP8_BLOCKS, build
 
@@ -348,7 +348,9 @@ def test_a_folder_becomes_the_file_that_llama_cpp_makes(case: str, tmp_path: Pat
     assert difference(logits_of(worker_for(tmp_path / "made.gguf", dtype="float32"), ids), expected_logits(model, ids)) < 1e-4
 
 
-@pytest.mark.parametrize("changes", [{}, {"q_lora_rank": None}], ids=["by way of fewer numbers", "at once"])
+@pytest.mark.parametrize(
+    "changes", [{}, {"rope_interleave": None}, {"q_lora_rank": None}], ids=["by way of fewer numbers", "of null", "at once"]
+)
 def test_rotary_pairs_that_are_apart_lie_side_by_side_in_a_file(changes: dict[str, Any], tmp_path: Path) -> None:
     usual = {"eos_token_id": 4089, "bos_token_id": 4087, "vocab_size": 4100}
     config = YoutuConfig(**EVEN | usual | {"rope_interleave": False} | changes)
@@ -364,6 +366,24 @@ def test_what_a_file_can_not_say_is_refused(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="yarn of two shares"):
         make_gguf(folder, tmp_path / "made.gguf")
     assert not (tmp_path / "made.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("case", "shares", "notes"),
+    [("youtu", {}, ["rope scaling yarn without mscale_all_dim: llama.cpp computes other scores for this architecture"]),
+     ("youtu", {"mscale": 0.7, "mscale_all_dim": 0.7}, []), ("ling 3, 3 of 8 in two of four groups", {}, []),
+     ("ling 3, 3 of 8 in two of four groups", {"mscale": 0.7, "mscale_all_dim": 0.7},
+      ["rope mscale_all_dim: written, but llama.cpp does not read it for this architecture"])],
+    ids=str,
+)  # fmt: skip
+def test_yarn_that_llama_cpp_computes_otherwise_is_noted(
+    case: str, shares: dict[str, Any], notes: list[str], tmp_path: Path
+) -> None:
+    """As llama-cpp-python 0.3.36 has it: its logits of such files are a third off, and those of the others are ours."""
+    scaled = rope("yarn", factor=4.0, original_max_position_embeddings=32, **shares)
+    config = with_tokenizer(type(CASES[case])(**CASES[case].to_dict() | scaled))
+    found = make_gguf(save(random_model(config), tmp_path / "folder"), tmp_path / "made.gguf")
+    assert [note for note in found if "llama.cpp" in note] == notes
 
 
 def test_llama_cpp_gives_the_logits_of_the_file(tmp_path: Path) -> None:

@@ -392,6 +392,16 @@ def folder_of(folder: Path, arch: str, found: Tensors) -> Path:
     return folder
 
 
+def test_a_file_that_says_no_rotary_dims_of_windows_has_the_others(tmp_path: Path) -> None:
+    """llama.cpp's rule, which it has for all architectures."""
+    case = CASES["spark2_5"]
+    case = replace(case, dims=(2, 2), said={key: value for key, value in case.said.items() if key != "rope.dimension_count_swa"})
+    found, tokens = random_tensors(case), prompts(4000)[2:5]
+    path = write(tmp_path / "m.gguf", "spark2_5", case, found)
+    wanted = torch.cat([expected(case, found, ids) for ids in tokens])
+    assert difference(logits_of(worker_for(path, dtype="float32"), tokens), wanted) < 1e-4
+
+
 @pytest.mark.parametrize("arch", FOLDERS)
 def test_a_folder_is_read_and_made_into_its_file(arch: str, tmp_path: Path) -> None:
     case = FOLDERS[arch][-1]

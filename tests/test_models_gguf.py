@@ -730,6 +730,18 @@ def test_positions_with_divisors_are_not_divided_again(kind: str, tmp_path: Path
         worker_for(written_anew(base, tmp_path / "changed.gguf", keys))
 
 
+@pytest.mark.parametrize("key", ["rope.scaling.factor", "rope.scale_linear"])
+def test_positions_of_longrope_are_not_divided_as_well(key: str, tmp_path: Path) -> None:
+    """llama.cpp does both."""
+    arch, config, add = CASES["phi3, longrope of a part"]
+    base = write(tmp_path / "m.gguf", arch, random_model(config), add)
+    with pytest.raises(UnsupportedError, match="a factor of 4 beside longrope's factors"):
+        worker_for(written_anew(base, tmp_path / "changed.gguf", {f"{arch}.{key}": 4.0}))
+    keys = {f"{arch}.{key}": 4.0, f"{arch}.rope.scaling.type": "none"}
+    plain, named = worker_for(base), worker_for(written_anew(base, tmp_path / "changed.gguf", keys))
+    assert plain.spec == named.spec
+
+
 EXPERTS = {"expert_count": 4, "expert_used_count": 2}
 REFUSED: dict[str, tuple[str, dict[str, Any], str]] = {
     "experts where there are none": ("gemma3", EXPERTS, "gemma3 with experts"),

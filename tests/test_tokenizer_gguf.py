@@ -221,6 +221,20 @@ def gemma4_folder(folder: Path, *, bos: bool) -> int:
     return len(vocab)
 
 
+@pytest.mark.parametrize("flag", ["lstrip", "rstrip", "single_word"])
+def test_what_added_tokens_take_along_and_files_have_no_place_for_is_noted(flag: str, tmp_path: Path) -> None:
+    size = gemma4_folder(tmp_path, bos=True)
+    assert gguf_vocabulary(tmp_path, size).notes == []
+    backend = Backend.from_file(str(tmp_path / "tokenizer.json"))
+    backend.add_special_tokens([AddedToken("<step>", normalized=False, **{flag: True})])
+    backend.save(str(tmp_path / "tokenizer.json"))
+    made = gguf_vocabulary(tmp_path, size + 1)
+    assert made.notes == ["tokenizer: lstrip, rstrip or single_word of <step>"]
+    text = "ou <step> anou" if flag != "single_word" else "ou<step>anou"
+    folder, file = Tokenizer.from_folder(tmp_path), Tokenizer.from_gguf(made.fields)
+    assert folder.encode(text) == backend.encode(text).ids != file.encode(text)
+
+
 @pytest.mark.parametrize("bos", [True, False])
 def test_gemma4_is_exported_as_llama_cpp_writes_it(tmp_path: Path, bos: bool) -> None:
     size = gemma4_folder(tmp_path, bos=bos)

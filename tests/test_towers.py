@@ -466,13 +466,16 @@ def test_weights_that_are_no_numbers_are_refused(
             load_tower(checkpoint, spec, torch.float32)
 
 
-def test_what_no_tower_reads_is_left_aside(made: Callable[[str], Made], tmp_path: Path) -> None:
-    extra = {
-        "vision_tower.vision_model.head.probe": torch.ones(1, 1, 32),
-        "vision_tower.embeddings.position_ids": torch.arange(144),
-    }
-    tensors = load_file(made("gemma3").folder / "model.safetensors") | extra
-    open_tower(copy(made("gemma3").folder, tmp_path, tensors))
+@pytest.mark.parametrize(("name", "extra"), [
+    ("gemma3", {"vision_tower.vision_model.head.probe": torch.ones(1, 1, 32),
+                "vision_tower.embeddings.position_ids": torch.arange(144)}),
+    ("internvl", {"vision_tower.embeddings.mask_token": torch.ones(1, 1, 48)}),  # as saved of a config with use_mask_token
+])  # fmt: skip
+def test_what_no_tower_reads_is_left_aside(
+    name: str, extra: dict[str, torch.Tensor], made: Callable[[str], Made], tmp_path: Path
+) -> None:
+    tensors = load_file(made(name).folder / "model.safetensors") | extra
+    open_tower(copy(made(name).folder, tmp_path, tensors))
 
 
 FP8 = {"quantization_config": {"quant_method": "fp8", "activation_scheme": "dynamic"}}

@@ -14,6 +14,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, PixtralVisionConfig
+from transformers.models.glm4v.image_processing_pil_glm4v import Glm4vImageProcessorPil
 from transformers.models.glm4v.image_processing_pil_glm4v import smart_resize as of_glm
 from transformers.models.paddleocr_vl.image_processing_pil_paddleocr_vl import smart_resize as of_paddle
 from transformers.models.pixtral.image_processing_pil_pixtral import get_resize_output_image_size
@@ -88,6 +89,14 @@ def test_sizes_of_a_glms_images(config: dict[str, Any], limits: tuple[int, int],
     rule = spec_of(config, {"size": {"shortest_edge": least, "longest_edge": most}}).size
     if max(height, width) <= 150 * min(height, width):
         assert fitted(rule, height, width).whole == of_glm(2, height, width, min_pixels=least, max_pixels=most)
+
+
+def test_a_glms_counts_of_pixels_are_those_of_its_size() -> None:
+    settings = {"size": {"shortest_edge": 784, "longest_edge": 28 * 28 * 40}, "max_pixels": 7840, "min_pixels": 23520}
+    image = np.zeros((280, 280, 3), np.uint8)
+    grid = Glm4vImageProcessorPil(**settings)(images=[image], return_tensors="np")["image_grid_thw"]
+    height, width = fitted(spec_of(GLM_4_1V, settings).size, 280, 280).whole
+    assert (height // 14, width // 14) == tuple(grid[0, 1:])
 
 
 @given(SIDES, SIDES)

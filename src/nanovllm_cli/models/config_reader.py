@@ -54,7 +54,8 @@ class ConfigReader:
         return value
 
     def does(self, key: str, default: bool) -> bool:
-        """A flag of an image processor's settings: to transformers null is false there, and not the default."""
+        """A flag of which null is false to transformers, and not the default: those of an image processor's settings, and few
+        others."""
         return self.values.get(key, default) is not None and self.flag(key, default)
 
     def text(self, key: str, default: Any = _MISSING) -> str:

@@ -65,7 +65,7 @@ def latent_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         check_scoring(read, spec.mixture.scoring)
     heads, latent = spec.attention.num_heads, latent_dims(read)
     max_position = read.integer("max_position_embeddings", 2048)
-    rope = replace(rope_from_hf(read, latent.rotary_dim, max_position), interleaved=read.flag("rope_interleave", True))
+    rope = replace(rope_from_hf(read, latent.rotary_dim, max_position), interleaved=read.does("rope_interleave", True))
     growth = 1.0
     if rope.scaling != "none" and rope.mscale_all_dim:
         growth = _growth(rope_section(read).number("factor"), rope.mscale_all_dim)

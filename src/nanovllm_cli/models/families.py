@@ -347,6 +347,8 @@ def spec_from_gguf(
         spec = spec.in_order("parallel")
     spec = family.gguf(spec, whole, key)
     spec = spec if family.gguf_values is None else family.gguf_values(spec, values, whole.where)
+    if any(own.gated and not own.gate_by_head and (own.fused_qkv or own.qkv_bias) for own in spec.attentions):
+        raise UnsupportedError(f"{arch}: gates of what heads find beside biases, or q, k and v as one tensor", ANOTHER)
     if not any(name.endswith(".ssm_norm.weight") for name in names):
         spec = _without_state_norms(spec)
     if spec.entry is not None and "token_types.weight" not in names:

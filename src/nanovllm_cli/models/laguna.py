@@ -59,11 +59,8 @@ def _laguna_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 def _laguna_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
     """Those with windows have a gate a head, the one without has one a number; no file says so."""
     heads = read.values.get(key("attention.head_count"))
-    dim = read.integer(key("rope.dimension_count_swa"), spec.attentions[0].head_dim)
     has_windows = any(attention.window is not None for attention in spec.attentions)
-    spec = spec.each_attention(
-        lambda layer, own: own if own.window is None or own.rope is None else replace(own, rope=replace(own.rope, dim=dim))
-    )
+    spec = spec.with_mlps(MoESpec, norm_topk=read.flag(key("expert_weights_norm"), False))
     return _laguna(spec, heads if isinstance(heads, list | tuple) else [heads] * spec.num_layers, has_windows)
 
 

@@ -180,7 +180,7 @@ LFM3 = replace(
     config=_kinds_apart,
     defaults={"norm_eps": 1e-5, "max_position_embeddings": 128000, "num_key_value_heads": 4, "num_attention_heads": 16,
               "head_dim": 128, "conv_L_cache": 7, "vocab_size": 128000, "num_hidden_layers": 24, "hidden_size": 2048,
-              "intermediate_size": 7680, "sliding_window": 256},
+              "intermediate_size": 7680, "sliding_window": 256, "rope_theta": 1e6},
     hf_names={
         **{ours: theirs for ours, theirs in _NAMES.items() if "self_attn" not in theirs},
         "blocks.{i}.attention_gate.weight": f"{_LAYER}.self_attn.gate_proj.weight",

@@ -81,7 +81,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             return replace(
                 base, scaling="yarn", factor=rope.number("factor", max_position / original),
                 beta_fast=rope.number("beta_fast", 32.0), beta_slow=rope.number("beta_slow", 1.0),
-                truncate=rope.flag("truncate", True),
+                truncate=rope.does("truncate", True),
                 mscale=rope.number("mscale", 0.0, positive=False),
                 mscale_all_dim=rope.number("mscale_all_dim", 0.0, positive=False),
             )  # fmt: skip
@@ -123,17 +123,19 @@ def rope_from_gguf(
     for name, found in (("freqs", divisors), ("factors_short", short), ("factors_long", long)):
         if found is not None and (len(found) != base.dim // 2 or not all(0 < v < math.inf for v in found)):
             raise CheckpointError(f"tensor 'rope_{name}.weight' must hold {base.dim // 2} positive numbers", BROKEN)
-    if short and long:
-        factor = max_position / original
-        spec = replace(base, scaling="longrope", factor=factor, short_divisors=short, long_divisors=long)
-        if read.has(key("rope.scaling.attn_factor")):
-            spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
-        return spec
-    if (grown := read.number(key("rope.scaling.attn_factor"), 1.0)) != 1:
-        raise UnsupportedError(f"rope.scaling.attn_factor {grown:g} in GGUF without longrope's factors", ANOTHER)
     kind = read.text(key("rope.scaling.type"), "linear")  # as llama.cpp has it where files say a factor alone
     factor = read.number(key("rope.scaling.factor"), read.number(key("rope.scale_linear"), 1.0))
     is_scaled = kind != "none" and factor != 1.0
+    if short and long:
+        if is_scaled:  # llama.cpp divides positions by it beside the tensors
+            raise UnsupportedError(f"{read.where}: a factor of {factor:g} beside longrope's factors is not supported", ANOTHER)
+        grown = max_position / original
+        spec = replace(base, scaling="longrope", factor=grown, short_divisors=short, long_divisors=long)
+        if read.has(key("rope.scaling.attn_factor")):
+            spec = replace(spec, attention_factor=read.number(key("rope.scaling.attn_factor")))
+        return spec
+    if (scores := read.number(key("rope.scaling.attn_factor"), 1.0)) != 1:
+        raise UnsupportedError(f"rope.scaling.attn_factor {scores:g} in GGUF without longrope's factors", ANOTHER)
     if divisors:
         if is_scaled:
             raise UnsupportedError(f"rope scaling {kind[:80]!r} beside a tensor 'rope_freqs.weight' is not supported", ANOTHER)

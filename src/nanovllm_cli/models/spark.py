@@ -4,16 +4,13 @@ heads whole, by a base of their own; the others rotate a quarter of them. q, k a
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import replace
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.exaone import window_pattern
 from nanovllm_cli.models.families import FULL, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all
-from nanovllm_cli.models.rotary import checked_rope
 
 _LAYER = "model.layers.{i}"
 
@@ -26,15 +23,7 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    theta = read.number(key("rope.freq_base_swa"), read.number(key("rope.freq_base"), 10000.0))
-    dim = read.integer(key("rope.dimension_count_swa"), spec.attention.head_dim)
-
-    def local(layer: int, own: AttentionSpec) -> AttentionSpec:
-        if own.window is None or own.rope is None:
-            return own
-        return replace(own, rope=checked_rope(replace(own.rope, dim=dim, theta=theta), own.head_dim, read))
-
-    return spec.each_attention(local).with_mlps(activation="gelu")
+    return spec.with_mlps(activation="gelu")
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:

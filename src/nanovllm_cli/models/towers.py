@@ -47,6 +47,7 @@ from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
 from nanovllm_cli.models.towers_internvl import (
     INTERNVL_CHAT_NAMES,
     INTERNVL_NAMES,
+    INTERNVL_UNREAD,
     internvl,
     internvl_chat,
     qianfan_ocr,
@@ -240,7 +241,7 @@ TOWERS: dict[str, TowerFamily] = {
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
-    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES),
+    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),

@@ -221,8 +221,9 @@ def _glm(given: Given) -> tuple[Config, Config]:
         model, vision["attention_bias"] = "GlmOcrForConditionalGeneration", "v.blk.0.attn_qkv.bias" in given.shapes
     else:
         vision |= {"intermediate_size": given.matrix("mm.gate.weight")[0], "image_size": _side(given)}
-    counted = {key: 2 * most if type(most) is int else most for key, most in _pixels(given).items()}  # in two frames
-    return {"architectures": [model], "vision_config": vision, "text_config": {"hidden_size": out}}, counted
+    least, most = (2 * bound if type(bound) is int else bound for bound in _pixels(given).values())  # counted in two frames
+    settings = {"size": {"shortest_edge": least, "longest_edge": most}}
+    return {"architectures": [model], "vision_config": vision, "text_config": {"hidden_size": out}}, settings
 
 
 def _paddleocr(given: Given) -> tuple[Config, Config]:

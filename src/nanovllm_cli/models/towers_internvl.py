@@ -8,6 +8,7 @@ configs of the one kind and tensors of the other.
 
 from __future__ import annotations
 
+import re
 from dataclasses import replace
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
@@ -139,6 +140,8 @@ INTERNVL_CHAT_NAMES = weights_and_biases({
     "layers.{i}.attention_scale.weight": (f"{_CHAT_LAYER}.ls1",),
     "layers.{i}.mlp_scale.weight": (f"{_CHAT_LAYER}.ls2",),
 }  # fmt: skip
+INTERNVL_UNREAD = re.compile(r"vision_tower\.embeddings\.mask_token")
+"""What stood for hidden patches in training, where a config has use_mask_token."""
 _LAYER = "vision_tower.encoder.layer.{i}"
 INTERNVL_NAMES = weights_and_biases({
     "patch": "vision_tower.embeddings.patch_embeddings.projection",

@@ -88,6 +88,8 @@ def _glm_shape(vision: ConfigReader, hidden: int, heads: int) -> dict[str, Any]:
 def _of_glm(config: ConfigReader, images: ConfigReader, tower: TowerSpec) -> VisionSpec:
     """An image is read as a video of so many frames, and its pixels are counted in all of them."""
     pixels = 112 * 112, 28 * 28 * 15000
+    unread = ("min_pixels", "max_pixels")  # by its processor in transformers, which has "size" alone
+    images = ConfigReader({key: value for key, value in images.values.items() if key not in unread}, images.where)
     return of_any_area(config, images, tower, _GLM_TOKENS, CLIP, pixels, small="floor", frames=tower.frames)
 
 

@@ -100,7 +100,17 @@ def gguf_vocabulary(
         if _differs(source, Tokenizer(load_gguf(fields)), [f"{text}x y" for text in source.control_tokens]):
             notes.append("tokenizer: text right after a control token gets a space before it, as everywhere in GGUF")
     _add_ends(fields, end_ids, notes)
+    if flagged := _flagged(parts, fields):
+        what = ", ".join(flagged[:3]) + (f" and {len(flagged) - 3} more" if len(flagged) > 3 else "")
+        notes.append(f"tokenizer: lstrip, rstrip or single_word of {what}")
     return GGUFVocabulary(fields, notes)
+
+
+def _flagged(parts: TokenizerParts, fields: Mapping[str, Any]) -> list[str]:
+    """Added tokens that depend on what is beside them in a text, but for the mask of encoders, which readers know to."""
+    added = parts.backend.get_added_tokens_decoder().items()
+    mask = fields.get("tokenizer.ggml.mask_token_id")
+    return [each.content for id_, each in added if (each.lstrip or each.rstrip or each.single_word) and id_ != mask]
 
 
 def vocabulary_texts(tokenizer: Tokenizer) -> Iterator[str]:

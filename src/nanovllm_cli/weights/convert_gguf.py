@@ -29,7 +29,7 @@ from nanovllm_cli.state_spec import ScanSpec
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
-from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn
+from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn, yarn_of_one_share
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
@@ -158,6 +158,8 @@ def gguf_header(
         if isinstance(flags := keys.get("attention.recurrent_layers"), list):
             keys["attention.recurrent_layers"] = [*map(bool, flags), False]
     sayable = _sayable_rope(spec, family, keys, context_length)
+    of_scores = "rope.scaling.yarn_log_multiplier" in keys and attention_of(spec).latent is not None  # angles don't grow then
+    said = replace(sayable.spec, attention_factor=None) if of_scores else sayable.spec
     tensors = divisor_tensors(sayable.spec) | {name: torch.tensor(row) for name, row in family.gguf_tables(spec).items()}
     notes = [*sayable.notes, *_unused_keys(checkpoint)]
     builder.add_type("model")
@@ -171,7 +173,7 @@ def gguf_header(
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)
     if spec.attentions and (spec.entry is None or not spec.entry.positions):
-        _add_rope(builder, sayable.spec, context_length)
+        _add_rope(builder, said, context_length)
     builder.add_file_type(file_type)
     builder.add_quantization_version(QUANTIZATION_VERSION)
     end_ids = declared_ends(checkpoint.generation_config, spec.vocab_size)
@@ -179,7 +181,7 @@ def gguf_header(
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
     unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
-    unread += [f"rope {name}" for name in unusual_yarn(sayable.spec)]
+    unread += [f"rope {name}" for name in unusual_yarn(said)]
     is_said = "leading_dense_block_count" in keys or builder.arch in _SEES
     if spec.mixture is not None and spec.dense_mlp is not None and not is_said:
         unread.append("layers without experts")
@@ -217,11 +219,11 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
     attention = attention_of(spec)
     if attention.rope is not None:
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
-        if attention.latent is not None and rope.scaling == "yarn" and rope.mscale_all_dim:
-            rope = _of_one_share(rope)
-        says_shares = attention.latent is None and "rope.scaling.yarn_log_multiplier" in keys
+        is_latent = attention.latent is not None
+        rope, notes = yarn_of_one_share(rope, family.gguf_name or family.name) if is_latent else (rope, [])
+        says_shares = not is_latent and "rope.scaling.yarn_log_multiplier" in keys
         plain = replace(rope, mscale=0.0, mscale_all_dim=0.0) if says_shares else rope
-        found = sayable_in_gguf(plain, context_length, truncate=family.gguf_truncates)
+        found = sayable_in_gguf(plain, context_length, notes, truncate=family.gguf_truncates)
         if says_shares:
             found = found._replace(spec=replace(found.spec, mscale=rope.mscale, mscale_all_dim=rope.mscale_all_dim))
         has_sections = "rope.dimension_sections" in keys
@@ -232,13 +234,6 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
     if keys.get("rope.scaling.finetuned", True) and not has_others:
         raise UnsupportedError(f"GGUF cannot say this of a {family.name} model: no positions", "keep the model as a folder")
     return SayableRope(RopeSpec(attention.head_dim), [])
-
-
-def _of_one_share(rope: RopeSpec) -> RopeSpec:
-    """yarn of latent attention, whose scores grow by mscale_all_dim. Files have nothing for angles that grow as well."""
-    if rope.mscale != rope.mscale_all_dim or rope.attention_factor is not None:
-        raise UnsupportedError("GGUF cannot say this of latent attention: yarn of two shares", "keep the model as a folder")
-    return replace(rope, mscale=0.0, mscale_all_dim=0.0, attention_factor=1.0)
 
 
 def _add_model(

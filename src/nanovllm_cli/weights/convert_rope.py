@@ -8,16 +8,21 @@ there is none they go into longrope's lists, which hold any.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import replace
 from typing import Any, NamedTuple
 
 import torch
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.weights.convert_names import shortest
 
 _USUAL_LENGTHS = (8192, 4096, 2048, 16384, 32768, 65536, 131072)
+_SHARE_UNREAD = ("bailingmoe3", "hy_v4")
+_GROWS_ANYHOW = ("deepseek2", "mistral4")
+"""Architectures of latent attention for which llama.cpp reads no mscale_all_dim, and those whose scores and angles it lets grow
+where there is none."""
 
 
 class SayableRope(NamedTuple):
@@ -27,11 +32,13 @@ class SayableRope(NamedTuple):
     notes: list[str]
 
 
-def sayable_in_gguf(rope: RopeSpec, context_length: int, *, truncate: bool = True) -> SayableRope:
-    """`rope` as it will be read back from GGUF, whose scaling lengths are the context's where nothing else is said. truncate:
-    what files of the family mean by yarn, see `RopeSpec`."""
+def sayable_in_gguf(
+    rope: RopeSpec, context_length: int, known: Iterable[str] = (), *, truncate: bool = True
+) -> SayableRope:
+    """`rope` as it will be read back from GGUF, whose scaling lengths are the context's where nothing else is said. known: notes
+    on it. truncate: what files of the family mean by yarn, see `RopeSpec`."""
     plain = RopeSpec(rope.dim, rope.theta, rope.interleaved, original_len=context_length, truncate=truncate)
-    notes = []
+    notes = [*known]
     if rope.attention_factor is not None and rope.scaling not in ("yarn", "longrope"):
         notes.append(f"rope attention_factor {rope.attention_factor:g}")
     match rope.scaling:
@@ -62,6 +69,20 @@ def sayable_in_gguf(rope: RopeSpec, context_length: int, *, truncate: bool = Tru
         case _:
             spec = replace(plain, scaling=rope.scaling, short_divisors=rope.short_divisors)
     return SayableRope(spec, notes)
+
+
+def yarn_of_one_share(rope: RopeSpec, arch: str) -> tuple[RopeSpec, list[str]]:
+    """Of latent attention, whose scores grow by yarn's mscale_all_dim, and what llama.cpp makes otherwise of it. Files have
+    nothing for angles that grow as well."""
+    if rope.scaling != "yarn":
+        return rope, []
+    if not rope.mscale_all_dim:
+        others = "rope scaling yarn without mscale_all_dim: llama.cpp computes other scores for this architecture"
+        return rope, [others] if arch in _GROWS_ANYHOW else []
+    if rope.mscale != rope.mscale_all_dim or rope.attention_factor is not None:
+        raise UnsupportedError("GGUF cannot say this of latent attention: yarn of two shares", "keep the model as a folder")
+    unread = "rope mscale_all_dim: written, but llama.cpp does not read it for this architecture"
+    return replace(rope, mscale=0.0, mscale_all_dim=0.0, attention_factor=1.0), [unread] if arch in _SHARE_UNREAD else []
 
 
 def divisor_tensors(rope: RopeSpec) -> dict[str, torch.Tensor]:

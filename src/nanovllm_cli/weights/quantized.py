@@ -53,6 +53,8 @@ def open_reader(checkpoint: Checkpoint) -> WeightReader:
 def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
     """The reader of a quantized checkpoint, None for one that is not. UnsupportedError for methods that nothing here reads."""
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    if not settings and _is_of_mlx(checkpoint.config.get("quantization")):  # all that MLX's first folders say
+        raise _by_mlx(f"{checkpoint.path}: quantization")
     if not settings:
         return None
     where = f"{checkpoint.path}: quantization_config"
@@ -73,11 +75,19 @@ def without_codes(checkpoint: Checkpoint) -> Checkpoint:
     return as_numbers(as_blocks(checkpoint))
 
 
+def _is_of_mlx(settings: Any) -> bool:
+    return isinstance(settings, Mapping) and "quant_method" not in settings and {"bits", "group_size"} <= settings.keys()
+
+
+def _by_mlx(where: str) -> UnsupportedError:
+    return UnsupportedError(f"{where}: weights quantized by MLX", "take the publisher's own folder, or a GGUF file")
+
+
 def _method(config: ConfigReader) -> str:
     """Early bitsandbytes and compressed-tensors didn't write their names; MLX doesn't."""
     values: Mapping[str, Any] = config.values
-    if "quant_method" not in values and {"bits", "group_size"} <= values.keys():
-        raise UnsupportedError(f"{config.where}: weights quantized by MLX", "take the publisher's own folder, or a GGUF file")
+    if _is_of_mlx(values):
+        raise _by_mlx(config.where)
     if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         return "bitsandbytes"
     if "quant_method" not in values and "config_groups" in values:
