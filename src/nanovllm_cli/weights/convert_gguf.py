@@ -29,7 +29,13 @@ from nanovllm_cli.state_spec import ScanSpec
 from nanovllm_cli.text.gguf_export import gguf_vocabulary
 from nanovllm_cli.weights.checkpoint import SAMPLING_KEYS, SUPPRESSED_KEY, Checkpoint
 from nanovllm_cli.weights.convert_names import activation_of, attention_of, differences
-from nanovllm_cli.weights.convert_rope import SayableRope, divisor_tensors, sayable_in_gguf, unusual_yarn, yarn_of_one_share
+from nanovllm_cli.weights.convert_rope import (
+    SayableRope,
+    divisor_tensors,
+    sayable_in_gguf,
+    unusual_yarn,
+    yarn_of_one_share,
+)
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
@@ -180,8 +186,8 @@ def gguf_header(
     vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
-    unread = ["sliding_window"] if family.full_every is None and _windows(spec) else []
-    unread += [f"rope {name}" for name in unusual_yarn(said)]
+    windows = ["sliding_window"] if family.full_every is None and _windows(spec) else []
+    unread = [*windows, *(f"rope {name}" for name in unusual_yarn(said))]
     is_said = "leading_dense_block_count" in keys or builder.arch in _SEES
     if spec.mixture is not None and spec.dense_mlp is not None and not is_said:
         unread.append("layers without experts")
@@ -241,10 +247,8 @@ def _add_model(
 ) -> None:
     activation = activation_of(spec)
     if activation not in ("silu", family.gguf_activation):
-        raise UnsupportedError(
-            f"the activation {activation} has no place in GGUF, which knows silu only here",
-            "keep the model as a Hugging Face folder",
-        )
+        what = f"the activation {activation} has no place in GGUF, which knows silu only here"
+        raise UnsupportedError(what, "keep the model as a Hugging Face folder")
     builder.add_vocab_size(spec.vocab_size)
     further = keys.get("nextn_predict_layers", 0)
     assert isinstance(further, int)
