@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import pytest
 import torch
 from safetensors.torch import save_file
@@ -21,6 +22,7 @@ from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.registry_gguf import gguf_family
 from nanovllm_cli.text.tokenizer import Tokenizer
+from quantizing import quantize
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
 from test_convert import SETTINGS, TINY
 from test_convert_families import fields, make_gguf, same, tensors
@@ -42,7 +44,8 @@ MIXED = DENSE | {
 }  # fmt: skip
 BY_SOFTMAX = MIXED | {"router_score_func": "softmax", "norm_topk_prob": False, "moe_gate_bias": False,
                       "router_scaling_factor": None, "num_shared_experts": 0}  # fmt: skip
-CASES = {"dense": DENSE, "mixed": MIXED, "by softmax": BY_SOFTMAX}
+VALUES = MIXED | {"mova_num_experts": 6, "mova_num_experts_per_tok": 3, "attention_gate_func": "softplus"}
+CASES = {"dense": DENSE, "mixed": MIXED, "by softmax": BY_SOFTMAX, "values": VALUES}
 
 
 def weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
@@ -61,8 +64,15 @@ def weights(config: dict[str, Any], seed: int = 0) -> dict[str, torch.Tensor]:
     found |= {f"{norm}.weight": 1 + 0.3 * torch.randn(hidden, generator=generator) for norm in norms}
     for i in range(3):
         place = f"model.layers.{i}"
-        for part, heads in (("q", 4), ("k", 2), ("v", 2)):
-            found[f"{place}.self_attn.{part}_proj.weight"] = drawn(heads * config["head_dim"], hidden)
+        of_experts = config["mova_num_experts"] * (i not in config["mlp_only_layers"])
+        heads = {"q": 4, "k": 2} | ({} if of_experts else {"v": 2}) | ({"gate": 4} if config["attention_gate_func"] else {})
+        for part, count in heads.items():
+            found[f"{place}.self_attn.{part}_proj.weight"] = drawn(count * config["head_dim"], hidden)
+        for e in range(of_experts):
+            found[f"{place}.self_attn.v_experts.{e}.weight"] = drawn(2 * config["head_dim"], hidden)
+        if of_experts:
+            found[f"{place}.self_attn.v_router.weight"] = drawn(of_experts, hidden)
+            found[f"{place}.self_attn.v_router.bias"] = 0.5 * torch.randn(of_experts, generator=generator)
         found[f"{place}.self_attn.o_proj.weight"] = drawn(hidden, 4 * config["head_dim"])
         if i in config["mlp_only_layers"]:
             found |= mlp(f"{place}.mlp", inner)
@@ -96,15 +106,23 @@ def expected(config: dict[str, Any], found: dict[str, torch.Tensor], ids: list[i
         gate, up, down = (own[f"{place}.{part}_proj.weight"].T for part in ("gate", "up", "down"))
         return (torch.nn.functional.silu(x @ gate) * (x @ up)) @ down
 
-    def mixture(x: torch.Tensor, place: str) -> torch.Tensor:
-        logits = x @ own[f"{place}.gate.weight"].T
+    def chosen_of(x: torch.Tensor, router: str, taken: int, every: list[torch.Tensor]) -> torch.Tensor:
+        logits = x @ own[f"{router}.weight"].T
         scores = logits.sigmoid() if config["router_score_func"] == "sigmoid" else logits.softmax(-1)
-        chosen = (scores + own.get(f"{place}.gate.bias", torch.zeros(1))).topk(2).indices
+        chosen = (scores + own.get(f"{router}.bias", torch.zeros(1))).topk(taken).indices
         shares = scores.gather(1, chosen)
         shares = shares / shares.sum(-1, keepdim=True) if config["norm_topk_prob"] else shares
         shares = shares * (config["router_scaling_factor"] or 1.0)
-        every = torch.stack([mlp(x, f"{place}.experts.{e}") for e in range(5)], 1)
-        total = (every[torch.arange(count)[:, None], chosen] * shares[..., None]).sum(1)
+        return (torch.stack(every, 1)[torch.arange(count)[:, None], chosen] * shares[..., None]).sum(1)
+
+    def values(x: torch.Tensor, place: str) -> torch.Tensor:
+        if f"{place}.v_proj.weight" in own:
+            return x @ own[f"{place}.v_proj.weight"].T
+        every = [torch.nn.functional.silu(x @ own[f"{place}.v_experts.{e}.weight"].T) for e in range(6)]
+        return chosen_of(x, f"{place}.v_router", 3, every)
+
+    def mixture(x: torch.Tensor, place: str) -> torch.Tensor:
+        total = chosen_of(x, f"{place}.gate", 2, [mlp(x, f"{place}.experts.{e}") for e in range(5)])
         return total + mlp(x, f"{place}.shared_experts") if config["num_shared_experts"] else total
 
     x = own["model.embed_tokens.weight"][ids]
@@ -112,11 +130,15 @@ def expected(config: dict[str, Any], found: dict[str, torch.Tensor], ids: list[i
     for i in range(3):
         place = f"model.layers.{i}"
         h = normed(x, f"{place}.input_layernorm")
-        q, k, v = (h @ own[f"{place}.self_attn.{part}_proj.weight"].T for part in "qkv")
+        q, k = (h @ own[f"{place}.self_attn.{part}_proj.weight"].T for part in "qk")
+        v = values(h, f"{place}.self_attn")
         q, k, v = turned(q.view(count, 4, 24)), turned(k.view(count, 2, 24)), v.view(count, 2, 24)
         scores = torch.einsum("qhd,khd->hqk", q, k.repeat_interleave(2, 1)) / 24**0.5
         seen = torch.einsum("hqk,khd->qhd", scores.masked_fill(unseen, -torch.inf).softmax(-1), v.repeat_interleave(2, 1))
-        x = x + seen.reshape(count, -1) @ own[f"{place}.self_attn.o_proj.weight"].T
+        seen = seen.reshape(count, -1)
+        if config["attention_gate_func"]:
+            seen = seen * torch.log2(1 + 2 ** (h @ own[f"{place}.self_attn.gate_proj.weight"].T))
+        x = x + seen @ own[f"{place}.self_attn.o_proj.weight"].T
         h = normed(x, f"{place}.post_attention_layernorm")
         x = x + (mlp if i in config["mlp_only_layers"] else mixture)(h, f"{place}.mlp")
     return normed(x, "model.norm") @ own["lm_head.weight"].T
@@ -148,26 +170,32 @@ def test_logits(case: tuple[dict[str, Any], Path, Path]) -> None:
 
 
 def test_a_calibration_sees_what_the_model_computes(case: tuple[dict[str, Any], Path, Path]) -> None:
-    check_walk(case[1], 500)
+    if case[0]["mova_num_experts"]:
+        with pytest.raises(UnsupportedError, match="its values are of experts"):
+            check_walk(case[1], 500)
+    else:
+        check_walk(case[1], 500)
 
 
 def test_tokens_are_the_same_in_chunks_behind_prefixes_and_alone(case: tuple[dict[str, Any], Path, Path]) -> None:
+    for settings in ({}, {"quant": "int8"}):
+        assert worker_for(case[1], **settings).recordable
     check_chunks_and_prefixes(worker_for(case[1], deterministic=True), prompts(4000))
     check_guesses_and_few_blocks(case[1], "auto")
 
 
 @needs_emulation
-@pytest.mark.parametrize("name", ["dense", "mixed"])
+@pytest.mark.parametrize("name", ["dense", "mixed", "values"])
 def test_a_gpus_tokens_are_those_of_the_cpu_and_steps_are_recorded(name: str, tmp_path: Path) -> None:
     config = {"moe_intermediate_size": 0} | CASES[name]
     config |= {"dtype": "bfloat16", "head_dim": 32, "rope_head_dim": 32, "vocab_size": 300}
     found = {key: tensor.bfloat16() for key, tensor in weights(config, 4).items()}
     folder = folder_of(tmp_path / "m", config, found)
     recorded, eager = EmulatedDevice(), EmulatedDevice()
-    answers = tokens(engine_on(folder, recorded), greedy(5))
+    answers = tokens(engine_on(folder, recorded), greedy(4))
     assert recorded.graphs
-    assert tokens(engine_on(folder, eager, eager=True), greedy(5)) == answers
-    assert answers == tokens(engine_on(folder, None), greedy(5))
+    assert tokens(engine_on(folder, eager, eager=True), greedy(4)) == answers
+    assert answers == tokens(engine_on(folder, None), greedy(4))
     depend_on_the_request_alone(folder)
     assert not kernels_not_rehearsed(folder)
 
@@ -233,8 +261,10 @@ def test_what_a_config_leaves_out_is_that_of_the_smallest() -> None:
 @pytest.mark.parametrize(
     ("said", "kind", "message"),
     [
-        ({"mova_num_experts": 4}, UnsupportedError, r"a K2 Horizon whose values are of 4 experts \(MoVA\)"),
-        ({"attention_gate_func": "softplus"}, UnsupportedError, "a K2 Horizon with gates of what heads find"),
+        ({"mova_num_experts": 4}, CheckpointError, "0 of 4 experts of values"),
+        ({"mova_num_experts": 4, "mova_num_experts_per_tok": 5}, CheckpointError, "5 of 4 experts of values"),
+        ({"mova_num_experts": 10**6, "mova_num_experts_per_tok": 5}, CheckpointError, "5 of 1000000 experts of values"),
+        ({"attention_gate_func": "silu"}, UnsupportedError, "a K2 Horizon with gates by 'silu'"),
         ({"query_key_norm": True}, UnsupportedError, "a K2 Horizon whose 'query_key_norm' is true"),
         ({"attention_bias": True}, UnsupportedError, "a K2 Horizon whose 'attention_bias' is true"),
         ({"rope_head_dim": 12}, UnsupportedError, "rotates 12 of 24 dims"),
@@ -248,6 +278,41 @@ def test_configs_of_others(said: dict[str, Any], kind: type[Exception], message:
         spec_from_hf(MIXED | said, hf_family(MIXED))
 
 
-def test_files_with_experts_of_values() -> None:
-    with pytest.raises(UnsupportedError, match=r"values are of 8 experts \(MoVA\)"):
-        gguf_spec(attention__value_expert_count=8)
+@pytest.mark.parametrize("changes", [
+    {"attention_gate_func": None}, {"norm_topk_prob": False}, {"mova_num_experts": 0},
+])  # fmt: skip
+def test_what_a_file_can_not_say_of_values(changes: dict[str, Any], tmp_path: Path) -> None:
+    config = VALUES | changes
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a k2_horizon model"):
+        make_gguf(folder_of(tmp_path / "m", config, weights(config)), tmp_path / "m.gguf")
+
+
+@pytest.mark.parametrize("to", ["int8", "q8_0"])
+def test_quantized(to: str, case: tuple[dict[str, Any], Path, Path], tmp_path: Path) -> None:
+    """Experts of values as well, which are most of their layers."""
+    _, folder, path = case
+    output = tmp_path / ("m.gguf" if to.startswith("q") else "m")
+    quantize(to, output, folder)
+    asked = prompts(4096)
+    wanted = logits_of(worker_for(folder), asked)
+    found = logits_of(worker_for(output), asked)
+    errors = (found - wanted).norm(dim=1) / wanted.norm(dim=1)
+    assert float(errors.median()) < 0.2  # of some tokens other experts are taken
+    if to == "q8_0":
+        quantize(to, tmp_path / "again.gguf", path)
+        kinds = {tensor.name: tensor.tensor_type.name for tensor in gguf.GGUFReader(tmp_path / "again.gguf").tensors}
+        assert {kind for name, kind in kinds.items() if name.endswith("_exps.weight")} <= {"Q8_0"}
+        assert {kind for name, kind in kinds.items() if name.endswith("attn_v_gate.weight")} <= {"F32"}
+
+
+def test_files_with_experts_of_values(case: tuple[dict[str, Any], Path, Path]) -> None:
+    config, _, path = case
+    count, keys, found = config["mova_num_experts"], fields(path), tensors(path)
+    assert keys.get("k2-horizon.attention.value_expert_count", 0) == count
+    if count:
+        assert keys["k2-horizon.attention.value_expert_used_count"] == 3
+        given = weights(config)
+        stacked = torch.stack([given[f"model.layers.1.self_attn.v_experts.{e}.weight"] for e in range(count)])
+        assert torch.equal(torch.from_numpy(found["blk.1.attn_v_exps.weight"].copy()), stacked)
+        own = {"1.attn_v_gate.weight", "1.attn_v_gate.bias", "0.attn_v.weight", "0.attn_gate.weight"}
+        assert {f"blk.{name}" for name in own} < found.keys()

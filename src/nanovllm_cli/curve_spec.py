@@ -7,8 +7,8 @@ from dataclasses import dataclass
 from typing import Literal
 
 Activation = Literal[
-    "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "lone_relu", "xielu", "relu2_gated",
-    "relu_gated",
+    "silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2", "lone_gelu", "lone_gelu_tanh", "lone_relu", "lone_silu", "xielu",
+    "relu2_gated", "relu_gated",
 ]  # fmt: skip
 """See `MLPSpec`."""
 GATED: tuple[Activation, ...] = ("silu", "gelu", "gelu_tanh", "swiglu_oai", "relu2_gated", "relu_gated")

@@ -8,6 +8,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
 
@@ -93,14 +94,15 @@ class AttentionSpec:
     attends to, having none of its own. clip: queries, keys and values are held between -clip and clip before they rotate,
     behind norms of all heads (OLMo). gated: what a head finds is multiplied with the sigmoids of as many numbers, which the
     checkpoint's q has behind each head's query; gate_apart: or which have a projection of their own; gate_by_head: of one
-    number a head then; gate_is: with what else of them (Laguna). found_norm: what all heads find is normed (BitNet).
-    temperature: by which queries grow. value_dim: of a head's value, where it is narrower than its key; value_scale: a factor
-    of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that num_kv_heads is 1 and
-    head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates its first numbers.
-    read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved: queries and keys
-    are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are squares of the
-    checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with. query_gains: of a
-    "turned head" without gains, one for each head's queries (Talkie).
+    number a head then; gate_is: with what else of them (Laguna), of two to their power (K2 Horizon). found_norm: what all heads
+    find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than its
+    key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
+    num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates
+    its first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved:
+    queries and keys are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are
+    squares of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
+    query_gains: of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a
+    mixture whose experts are of one matrix (K2 Horizon).
     """
 
     num_heads: int
@@ -126,7 +128,7 @@ class AttentionSpec:
     gated: bool = False
     gate_apart: bool = False
     gate_by_head: bool = False
-    gate_is: Literal["sigmoid", "softplus"] = "sigmoid"
+    gate_is: Literal["sigmoid", "softplus", "softplus of 2"] = "sigmoid"
     temperature: TemperatureSpec | None = None
     found_norm: bool = False
     value_dim: int | None = None
@@ -137,6 +139,7 @@ class AttentionSpec:
     query_factor: float | None = None
     gate_factor: float | None = None
     query_gains: tuple[float, ...] = ()
+    values: MoESpec | None = None
 
     @property
     def past(self) -> ConvSpec:
@@ -206,7 +209,7 @@ class AttentionSpec:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
             return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
         queries, found = self.num_heads * self.head_dim, self.num_heads * self.found_dim
-        kept = self.head_dim if self.keys_are_values else self.head_dim + self.found_dim
+        kept = self.head_dim if self.keys_are_values or self.values is not None else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias
         if self.convolved is not None:
@@ -214,7 +217,14 @@ class AttentionSpec:
             biases += channels * (self.convolved.taps + 2 + self.head_dim * self.convolved.head_taps) + self.num_kv_heads
         biases += queries * sum(factor is not None for factor in (self.query_factor, self.gate_factor))
         read_size = self.read_size or hidden_size
-        return read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
+        values = 0 if self.values is None else self.values.num_weights(read_size)
+        return values + read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
+
+    def num_active(self, hidden_size: int) -> int:
+        """Those that a token is multiplied with."""
+        read_size, values = self.read_size or hidden_size, self.values
+        idle = 0 if values is None else values.num_weights(read_size) - values.num_active(read_size)
+        return self.num_weights(hidden_size) - idle
 
 
 @dataclass(frozen=True, slots=True)

@@ -12,9 +12,10 @@ from nanovllm_cli.router_spec import RouterSpec
 @dataclass(frozen=True, slots=True)
 class MLPSpec:
     """down(act(gate(x)) * up(x)). fused: gate and up are one tensor of the checkpoint, in this order. swiglu_oai, relu2_gated,
-    relu_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, xielu: without a gate,
-    down(act(up(x))). curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts,
-    see `kernels.reference.sparse_gate`; None: all. limit: act(gate) is that at the most, and up lies between it and its negative
+    relu_gated: see `kernels.reference.gated_activation`. relu2, lone_gelu, lone_gelu_tanh, lone_relu, lone_silu, xielu: without
+    a gate, down(act(up(x))). down: without, act(up(x)) is what comes of it, as of an expert of values (`AttentionSpec.values`).
+    curve: of xielu. cutoff: of gates only what is above their mean and so many times their deviation counts, see
+    `kernels.reference.sparse_gate`; None: all. limit: act(gate) is that at the most, and up lies between it and its negative
     (Step 3.5), of silu alone; None: they are as they are. gate_held: the gate is that at the most, not what act makes of it
     (Maple). normed: what down reads is normed (BitNet). down_bias: that alone has a bias. factor: each column of gate and up is
     times a number of the checkpoint's times this (nGPT); None: they have none."""
@@ -30,6 +31,7 @@ class MLPSpec:
     normed: bool = False
     down_bias: bool = False
     factor: float | None = None
+    down: bool = True
 
     @property
     def gated(self) -> bool:
@@ -46,7 +48,7 @@ class MLPSpec:
         """Numbers in it, in a model of this width."""
         inner = (2 if self.gated else 1) * self.intermediate_size
         biases = inner * (self.bias + (self.factor is not None)) + hidden_size * (self.bias or self.down_bias)
-        return hidden_size * (inner + self.intermediate_size) + biases
+        return hidden_size * (inner + self.down * self.intermediate_size) + biases
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""

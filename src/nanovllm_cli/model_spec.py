@@ -84,8 +84,9 @@ class BlockSpec:
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
-        idle = 0 if self.mlp is None else self.mlp.num_weights(hidden_size) - self.mlp.num_active(hidden_size)
-        return self.num_weights(hidden_size) - idle
+        parts = (self.mlp, self.mixer if isinstance(self.mixer, AttentionSpec) else None)
+        idle = (part.num_weights(hidden_size) - part.num_active(hidden_size) for part in parts if part is not None)
+        return self.num_weights(hidden_size) - sum(idle)
 
 
 @dataclass(frozen=True, slots=True)

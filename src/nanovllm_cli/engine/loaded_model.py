@@ -22,7 +22,6 @@ from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
 from nanovllm_cli.layers.kit import Kit, Share
 from nanovllm_cli.layers.latent import gates_before_queries
-from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
@@ -160,7 +159,7 @@ class LoadedModel:
         of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
         self._own_bytes = of_heads + sum(storage.num_bytes for storage in self._storages)
         can = [storage.recordable for storage in self._storages]
-        self.recordable = all(can) and all(block.mlp.recordable for block in self.model.blocks if isinstance(block.mlp, MoE))
+        self.recordable = all(can) and all(each.recordable for block in self.model.blocks for each in block.mixtures)
 
     @property
     def sizes(self) -> Sizes:
@@ -182,7 +181,7 @@ class LoadedModel:
     @property
     def expert_bytes(self) -> int:
         """Of these, the bytes of experts, of which a token takes `spec.expert_share`."""
-        return sum(block.mlp.expert_bytes for block in self.model.blocks if isinstance(block.mlp, MoE))
+        return sum(each.expert_bytes for block in self.model.blocks for each in block.mixtures)
 
     @property
     def num_parameters(self) -> int:

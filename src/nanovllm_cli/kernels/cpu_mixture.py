@@ -65,7 +65,8 @@ class CpuMixture(Mixture):
     def _together(self, width: int, dtype: torch.dtype) -> _Together | None:
         key = width, dtype
         if key not in self._known:
-            weights = [matrix.weight for expert in self.experts for matrix in (expert.gate_up, expert.down)]
+            matrices = [matrix for expert in self.experts for matrix in (expert.gate_up, expert.down) if matrix is not None]
+            weights = [matrix.weight for matrix in matrices]
             can = all(isinstance(weight, Recordable) and weight.recordable for weight in weights)
             self._known[key] = _if_alike(self.experts, width, dtype) if can else None
         return self._known[key]
@@ -143,7 +144,7 @@ class _Together:
     def __init__(
         self, each: Sequence[_Recorded], first: Expert, memory: torch.Tensor, width: int, dtype: torch.dtype
     ) -> None:
-        self._width, self._dtype = width, dtype
+        self._width, self._found, self._dtype = width, first.width, dtype
         self._pair_bytes, self._result_at = each[0].pair_bytes, each[0].result_at
 
         def words(memory: torch.Tensor, num_pairs: int, begin: int, count: int) -> torch.Tensor:
@@ -182,7 +183,7 @@ class _Together:
         words = cpu.new_tensor((most_parts, num_words), torch.int64)
         num_steps = sum(len(run.places) for run in self._runs)
         teams = cpu.new_tensor((num_steps * most_together, size), torch.uint8)
-        out = cpu.new_tensor((tokens, self._width), self._dtype)
+        out = cpu.new_tensor((tokens, self._found), self._dtype)
         take_ints = (
             num_pairs, num_chosen, num_experts, address_of(chosen, torch.int64, tokens, num_chosen), parts.data_ptr(),
             words.data_ptr(), self._base.data_ptr(), self._table.data_ptr(), num_words, memory.data_ptr(),
@@ -206,8 +207,8 @@ class _Together:
                 team += most_together * size
         shares = address_of(weights, torch.float32, tokens, num_chosen)
         result = memory.data_ptr() + num_pairs * self._result_at
-        sum_ints = (result, row_of.data_ptr(), shares, out.data_ptr(), tokens, num_chosen, self._width)
-        cpu.launch(cpu_experts.sum_pairs, num_pairs * self._width, tag, sum_ints)
+        sum_ints = (result, row_of.data_ptr(), shares, out.data_ptr(), tokens, num_chosen, self._found)
+        cpu.launch(cpu_experts.sum_pairs, num_pairs * self._found, tag, sum_ints)
         return out
 
 

@@ -79,14 +79,16 @@ class CudaMixture(Mixture):
         super().__init__(experts, num_chosen, norm_topk, scoring, reference.route, reference.add_weighted_rows)
         self._launcher = launcher
         self._activation = experts[0].activation
-        self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared([expert.down for expert in experts])
+        last = [expert.down for expert in experts if expert.down is not None]
+        self._up, self._down = _shared([expert.gate_up for expert in experts]), _shared(last)
         self._most_few: float = 0
         self._most_tokens: float = 0
-        if self._up is None or self._down is None or len(experts) > MAX_EXPERTS:
+        if self._up is None or (last and self._down is None) or len(experts) > MAX_EXPERTS:
             return
-        is_far = self._up.is_far or self._down.is_far
-        has_large = self._up.task_rows == self._down.task_rows == MANY_ROWS and not is_far
-        affordable = FEW_ROWS * READ_MEANWHILE // (self._up.task_bytes + self._down.task_bytes)
+        each = [self._up] if self._down is None else [self._up, self._down]
+        is_far = any(weight.is_far for weight in each)
+        has_large = all(weight.task_rows == MANY_ROWS for weight in each) and not is_far
+        affordable = FEW_ROWS * READ_MEANWHILE // sum(weight.task_bytes for weight in each)
         few = FEW_ROWS if is_far else LEAST_ROWS if has_large else max(LEAST_ROWS, affordable)
         self._most_few = math.inf if deterministic else few * len(experts) // num_chosen
         self._most_tokens = math.inf if has_large else self._most_few
@@ -118,7 +120,6 @@ class CudaMixture(Mixture):
         self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None, residual: torch.Tensor | None
     ) -> torch.Tensor:
         assert self._up is not None
-        assert self._down is not None
         rows = FEW_ROWS if x.shape[0] <= self._most_few else MANY_ROWS
         how = (self.num_chosen, self.norm_topk, slots, rows, self.scoring)
         tasks, weights = route(self._launcher, logits, self._matrices, *how)
@@ -126,7 +127,8 @@ class CudaMixture(Mixture):
             inner = self._up.multiply_tasks(x, tasks, 0, self._activation)
         else:
             inner = held(self._up.multiply_tasks(x, tasks, 0, None))
-        return expert_sum(self._launcher, self._down.multiply_tasks(inner, tasks, 1, None), weights, residual, slots)
+        found = inner if self._down is None else self._down.multiply_tasks(inner, tasks, 1, None)
+        return expert_sum(self._launcher, found, weights, residual, slots)
 
 
 def _shared(matrices: Sequence[Matrix]) -> TaskWeight | None:
@@ -137,7 +139,9 @@ def _shared(matrices: Sequence[Matrix]) -> TaskWeight | None:
     return weights[0] if alike else None
 
 
-def _addresses(matrix: Matrix) -> list[int]:
+def _addresses(matrix: Matrix | None) -> list[int]:
+    if matrix is None:
+        return [0] * MATRIX_WORDS
     assert isinstance(matrix.weight, TaskWeight)
     tensors = matrix.weight.task_tensors
     padding = (None,) * (MATRIX_WORDS - 1 - len(tensors))

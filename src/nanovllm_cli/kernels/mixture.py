@@ -22,13 +22,17 @@ class Matrix(Protocol):
 
 
 class Expert(Protocol):
-    """down(act(gate) * up), with gate and up in one weight: rows [n, width] -> [n, width], each by itself."""
+    """down(act(gate) * up), with gate and up in one weight: rows [n, K] -> [n, width], each by itself. down None: it gives what
+    `held` makes of gate_up's product."""
 
     @property
     def gate_up(self) -> Matrix: ...
 
     @property
-    def down(self) -> Matrix: ...
+    def down(self) -> Matrix | None: ...
+
+    @property
+    def width(self) -> int: ...
 
     @property
     def activation(self) -> str: ...
@@ -126,10 +130,10 @@ class Mixture:
         return self._route(logits, self.num_chosen, self.norm_topk, self.scoring)
 
     def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
-        """x [T, width], logits [T, E] fp32 of the router. The host reads who takes what. slots [T] int64: -1 for rows that nobody
-        asks for, which a device may leave out."""
+        """x [T, K], logits [T, E] fp32 of the router -> [T, width]. The host reads who takes what. slots [T] int64: -1 for rows
+        that nobody asks for, which a device may leave out."""
         chosen, weights = self.choose(logits)
-        out = torch.zeros(x.shape, dtype=torch.float32, device=x.device)
+        out = torch.zeros(x.shape[0], self.experts[0].width, dtype=torch.float32, device=x.device)
         for e, tokens, own in _by_expert(chosen, weights, len(self.experts)):
             self._add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)
         return out.to(x.dtype)

@@ -213,7 +213,7 @@ def _integer(dtype: torch.dtype) -> None:
 class _NormExpert:
     """Norms what it gets. recordable: whether it says that it can be recorded."""
 
-    activation, held = "silu", None
+    activation, held, width = "silu", None, 16
 
     def __init__(self, recordable: bool) -> None:
         self.recordable = recordable

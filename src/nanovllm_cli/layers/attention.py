@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 
 from nanovllm_cli.attention.backend import HeadNorms, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
-from nanovllm_cli.kernels.ops import Hidden
+from nanovllm_cli.kernels.ops import Hidden, plain, side_by_side
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
+from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
@@ -39,7 +42,9 @@ class Attention(Projected):
         parts = {"qkv": q + kv + of_values} if spec.fused_qkv else {"q": q + q * (spec.gated and not spec.gate_apart)}
         assert spec.gate_apart or not spec.gate_by_head, "no model has these in its q"
         parts = {"attention_gate": q} | parts if spec.gate_apart and not spec.gate_by_head else parts
-        if spec.reads is None and not spec.fused_qkv:
+        if spec.reads is None and not spec.fused_qkv and spec.values is not None:
+            parts |= {"k": kv}
+        elif spec.reads is None and not spec.fused_qkv:
             parts |= {"k": 2 * kv} if spec.keys_are_values else {"k": kv, "v": of_values}
         cut, self._gather = None, None
         self._own_heads = slice(0, spec.num_heads)
@@ -79,12 +84,20 @@ class Attention(Projected):
         assert spec.gate_factor is None or (spec.gate_apart and spec.gated and not spec.gate_by_head), "no model has these there"
         scaled = {"attention_gate": q}
         self.gate_scales = None if spec.gate_factor is None else Scales(scaled, spec.gate_factor, kit, squared=True)
+        self.values = None if spec.values is None else MoE(spec.values, norm, read_size, kit.at("values"))
+        assert spec.values is None or not (spec.fused_qkv or spec.keys_are_values or spec.qkv_bias), "no model has these there"
+        own_gates = self.spec.num_gates if spec.gate_is == "softplus of 2" else 0
+        self._gate_shift, self._gate_factors = kit.zeros(2, own_gates, dtype=torch.float32)
+        self._gate_factors.fill_(math.log(2))
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
+        x = x if self.values is None else plain(x, self.ops)
         angles, projected = inputs.angles[self.spec.rope], self.qkv(x)
         width = self._gate_rows
         qkv = projected[:, width:] if width else projected
+        if self.values is not None:
+            qkv = side_by_side(qkv, self.values(x, inputs.batch.slots), self.ops)
         if self.gains_by_head is not None:
             self._norm_each(qkv, self.gains_by_head)
         else:
@@ -106,11 +119,19 @@ class Attention(Projected):
         if gates is not None and self.gate_scales is not None:
             heads, dim = self._own_heads, self.spec.head_dim
             self.gate_scales(gates, slice(heads.start * dim, heads.stop * dim))
-        found = found if gates is None else self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
+        if gates is not None:
+            found = self._gated(found, gates)
         found = found if self._gather is None else self._gather(found)
         if self.found_gains is not None:
             self.ops.norm_columns(found, self.found_gains, self.found_norm.eps, self.found_norm.offset)
         return found
+
+    def _gated(self, found: torch.Tensor, gates: torch.Tensor) -> torch.Tensor:
+        """What heads find times what is made of gates; log2(1 + 2 ** g) is the softplus of g * ln(2), over ln(2)."""
+        if self.spec.gate_is != "softplus of 2":
+            return self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
+        self.ops.rescale(gates, self._gate_shift, self._gate_factors)
+        return self.ops.scale(self.ops.sigmoid_gate(found, gates, softplus=True), 1 / math.log(2))
 
     def _norm_each(self, qkv: torch.Tensor, gains: torch.Tensor) -> None:
         """Each head of queries and keys in its place, by its own of gains [heads * dim]."""
@@ -141,6 +162,8 @@ class Attention(Projected):
             slots["found_norm.weight"] = table_slot(self.found_gains, self.stored_offset)
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
+        if self.values is not None:
+            slots |= {f"values.{name}": slot for name, slot in self.values.slots().items()}
         return slots
 
     def _load_turned(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:

@@ -17,7 +17,7 @@ from nanovllm_cli.norm_spec import NormSpec
 
 
 class MLP:
-    """down(act(gate(x)) * up(x)); see `MLPSpec`. Without a gate `gate_up` is up alone."""
+    """down(act(gate(x)) * up(x)); see `MLPSpec`. Without a gate `gate_up` is up alone. width: of what it gives."""
 
     def __init__(self, spec: MLPSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         inner = spec.intermediate_size
@@ -34,13 +34,17 @@ class MLP:
         assert spec.factor is None or (spec.activation == "silu" and spec.limit is None), "nor has these there"
         sections = (inner, inner) if spec.gated else (inner,)
         self.gate_up = Linear(hidden_size, spec.parts, kit, spec.bias, Cut(sections))
-        self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias or spec.down_bias)
+        self.down = Linear(inner, {"down": hidden_size}, kit, spec.bias or spec.down_bias) if spec.down else None
+        self.width = hidden_size if spec.down else inner
+        assert spec.down or (spec.activation == "lone_silu" and not spec.normed), "nothing else ends there"
 
     def __call__(self, x: Hidden) -> torch.Tensor:
-        return self.down(self.inner(x))
+        inner = self.inner(x)
+        return inner if self.down is None else self.down(inner)
 
     def onto(self, residual: torch.Tensor, x: Hidden) -> torch.Tensor | None:
         """See `Linear.onto`."""
+        assert self.down is not None, "experts alone end there"
         return self.down.onto(residual, self.inner(x))
 
     def inner(self, x: Hidden) -> torch.Tensor:
@@ -55,6 +59,8 @@ class MLP:
             return self.ops.xielu(self.gate_up(x), *self.curve)
         if self.activation == "lone_relu":
             return self.ops.clip(self.gate_up(x), 0.0, math.inf)
+        if self.activation == "lone_silu":
+            return self._silu(self.gate_up(x))
         if self.cutoff is None and self.limit is None and self.scales is None:
             return self.gate_up.gated(x, self.activation)
         both = self.gate_up(x)
@@ -70,7 +76,11 @@ class MLP:
     @property
     def held(self) -> Callable[[torch.Tensor], torch.Tensor] | None:
         """See `mixture.Expert`."""
-        return None if self.limit is None else self._held
+        return self._silu if self.activation == "lone_silu" else None if self.limit is None else self._held
+
+    def _silu(self, x: torch.Tensor) -> torch.Tensor:
+        """x itself, times its own sigmoids."""
+        return self.ops.sigmoid_gate(x, x)
 
     def _held(self, both: torch.Tensor) -> torch.Tensor:
         """SiLU grows wherever it is above 0, so its argument may be held in its place."""
@@ -81,7 +91,8 @@ class MLP:
         return self.ops.gated(gate, up, self.activation)
 
     def slots(self) -> Slots:
-        slots = self.gate_up.slots() | self.down.slots() | ({} if self.scales is None else self.scales.slots())
+        slots = self.gate_up.slots() | ({} if self.scales is None else self.scales.slots())
+        slots |= {} if self.down is None else self.down.slots()
         if self.gains is not None and self.norm.gains:
             slots["inner_norm.weight"] = table_slot(self.gains, self.norm.stored_offset)
         return slots

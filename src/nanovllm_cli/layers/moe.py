@@ -129,7 +129,8 @@ class MoE:
     @property
     def expert_bytes(self) -> int:
         """Memory of the experts' matrices."""
-        return sum(linear.weight.num_bytes for expert in self.experts for linear in (expert.gate_up, expert.down))
+        matrices = (linear for expert in self.experts for linear in (expert.gate_up, expert.down))
+        return sum(linear.weight.num_bytes for linear in matrices if linear is not None)
 
     def slots(self) -> Slots:
         slots: Slots = {} if self.deep is None else self.deep.slots()

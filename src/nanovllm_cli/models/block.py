@@ -74,6 +74,12 @@ class Block:
         assert spec.factors is None or (spec.order, self.has_halves, own) == ("pre", True, 1.0), "nor elsewhere"
         assert own == 1.0 or (len(self.norms) > 1 and spec.order not in ("beside", "open")), "nor factors of what is alone"
 
+    @property
+    def mixtures(self) -> list[MoE]:
+        """Its mixtures of experts."""
+        values = self.mixer.values if isinstance(self.mixer, Attention) else None
+        return [each for each in (values, self.mlp) if isinstance(each, MoE)]
+
     def __call__(
         self,
         x: Addend | None,

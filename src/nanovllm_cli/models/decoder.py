@@ -100,15 +100,15 @@ class Decoder:
     @property
     def most_unread(self) -> float:
         """Most tokens of a step in which the host reads nothing that the device computes: see `Mixture.most_unread`."""
-        return min((block.mlp.mixture.most_unread for block in self.blocks if isinstance(block.mlp, MoE)), default=math.inf)
+        return min((each.mixture.most_unread for block in self.blocks for each in block.mixtures), default=math.inf)
 
     def rehearse_experts(self, num_tokens: int) -> None:
         """Runs an expert of each layer where the host will divide a step of so many tokens on 1, 2, 4, … rows: how many meet an
         expert, no rehearsal of a step can tell."""
-        for block in self.blocks:
-            if isinstance(block.mlp, MoE) and block.mlp.mixture.most_unread < num_tokens:
+        for each in (mixture for block in self.blocks for mixture in block.mixtures):
+            if each.mixture.most_unread < num_tokens:
                 for i in range(num_tokens.bit_length()):
-                    block.mlp.experts[0](torch.empty(1 << i, block.mlp.expert_width, dtype=self.dtype, device=self.device))
+                    each.experts[0](torch.empty(1 << i, each.expert_width, dtype=self.dtype, device=self.device))
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""

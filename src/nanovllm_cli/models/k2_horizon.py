@@ -1,7 +1,5 @@
-"""K2 Horizon (IFM): Llama with norms of parts of a row, and mixtures of experts in some.
-
-Not covered: values that are a mixture's, too (MoVA), and with them gates of what heads find.
-"""
+"""K2 Horizon (IFM): Llama with norms of parts of a row. Some have mixtures of experts, and some of these, in layers that have
+one, values that are a mixture's, too (MoVA), and gates of what heads find in all."""
 
 from __future__ import annotations
 
@@ -10,12 +8,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.experts import ExpertKeys
+from nanovllm_cli.models.experts import MAX_EXPERTS, ExpertKeys
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, check_usual, has_all, has_none, weight_keys
-from nanovllm_cli.models.names import SHARED_NAMES
+from nanovllm_cli.models.names import SHARED_NAMES, modules
 
 _YARN = {
     "rope_type": "yarn", "rope_theta": 1e6, "factor": 16.0, "original_max_position_embeddings": 8192, "beta_fast": 128.0,
@@ -40,36 +39,70 @@ def _in_parts(spec: ModelSpec, groups: int, where: str) -> ModelSpec:
     return replace(spec, norm=replace(spec.norm, groups=groups))
 
 
-def _no_value_experts(count: int, where: str) -> None:
-    if count:
-        raise UnsupportedError(f"{where}: a K2 Horizon whose values are of {count} experts (MoVA)", ANOTHER)
+def _with_values(spec: ModelSpec, count: int, taken: int, where: str, *, norm_topk: bool) -> ModelSpec:
+    """Of a mixture of so many matrices in layers that have one of MLPs, whose router weighs as that one's."""
+    if not count:
+        return spec
+    if not 0 < taken <= count <= MAX_EXPERTS:
+        raise CheckpointError(f"{where}: {taken} of {count} experts of values, of {MAX_EXPERTS} at the most", BROKEN)
+    blocks = []
+    for block in spec.blocks:
+        if isinstance(mlp := block.mlp, MoESpec) and isinstance(own := block.mixer, AttentionSpec):
+            expert = MLPSpec(own.num_kv_heads * own.found_dim, "lone_silu", down=False)
+            values = replace(
+                mlp, num_experts=count, experts_per_token=taken, expert=expert, norm_topk=norm_topk, shared=None
+            )
+            block = replace(block, mixer=replace(own, values=values))
+        blocks.append(block)
+    return replace(spec, blocks=tuple(blocks))
+
+
+def _with_gates(spec: ModelSpec) -> ModelSpec:
+    return spec.with_attention(gated=True, gate_apart=True, gate_is="softplus of 2")
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    _no_value_experts(read.integer("mova_num_experts", 0, least=0), read.where)
     check_usual(read, "a K2 Horizon", attention_bias=False, query_key_norm=False)
     if read.has("attention_gate_func"):
-        raise UnsupportedError(f"{read.where}: a K2 Horizon with gates of what heads find", ANOTHER)
+        if (function := read.text("attention_gate_func")) != "softplus":
+            raise UnsupportedError(f"{read.where}: a K2 Horizon with gates by {function[:40]!r}", "known: softplus")
+        spec = _with_gates(spec)
     if (dim := read.integer("rope_head_dim", spec.attention.head_dim)) != spec.attention.head_dim:
         raise UnsupportedError(f"{read.where}: a K2 Horizon that rotates {dim} of {spec.attention.head_dim} dims", ANOTHER)
     biased = read.flag("moe_gate_bias", False)
     spec = spec.with_mlps(MoESpec, selection_bias=biased)
+    taken = read.integer("mova_num_experts_per_tok", 0, least=0)
+    spec = _with_values(spec, read.integer("mova_num_experts", 0, least=0), taken, read.where, norm_topk=taken > 1)
     return _in_parts(spec, read.integer("layernorm_num_groups", 1), read.where)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    _no_value_experts(read.integer(key("attention.value_expert_count"), 0, least=0), read.where)
+    """Gates come with experts of values, of which alone a key speaks."""
+    if count := read.integer(key("attention.value_expert_count"), 0, least=0):
+        taken = read.integer(key("attention.value_expert_used_count"))
+        norm_topk = spec.mixture is not None and spec.mixture.norm_topk
+        spec = _with_gates(_with_values(spec, count, taken, read.where, norm_topk=norm_topk))
     return _in_parts(spec, read.integer(key("attention.group_norm_groups"), 1), read.where)
 
 
 def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
-    has_none(f"a {spec.architecture} model", windows=any(each.window is not None for each in spec.attentions))
+    values = next((each.values for each in spec.attentions if each.values is not None), None)
+    has_none(
+        f"a {spec.architecture} model", windows=any(each.window is not None for each in spec.attentions),
+        gates_without_experts_of_values=spec.attention.gated and values is None,
+        experts_of_values_without_gates=values is not None and not spec.attention.gated,
+        experts_that_are_weighed_otherwise_than_those_of_values=
+        values is not None and spec.mixture is not None and values.norm_topk != spec.mixture.norm_topk,
+    )  # fmt: skip
     keys: dict[str, GGUFField] = {"attention.group_norm_groups": spec.norm.groups}
     if spec.mixture is None:
         return keys
     have = [isinstance(block.mlp, MoESpec) for block in spec.blocks]
     first = have.index(True)
     has_all(spec.architecture, layers_with_experts_alone_behind_those_without=all(have[first:]))
+    if values is not None:
+        keys |= {"attention.value_expert_count": values.num_experts,
+                 "attention.value_expert_used_count": values.experts_per_token}  # fmt: skip
     return {**keys, "leading_dense_block_count": first, "moe_every_n_layers": 1, **weight_keys(spec)}
 
 
@@ -85,7 +118,18 @@ K2_HORIZON = Family(
     ),
     config=_config,
     defaults=_DEFAULTS,
-    hf_names={**SHARED_NAMES, "blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.bias"},
+    hf_names={
+        **SHARED_NAMES,
+        "blocks.{i}.router.selection_bias": "model.layers.{i}.mlp.gate.bias",
+        **modules("blocks.{i}.", "model.layers.{i}.self_attn.", {
+            "attention_gate.weight": "gate_proj.weight", "values.router.weight": "v_router.weight",
+            "values.router.selection_bias": "v_router.bias", "values.experts.{e}.up.weight": "v_experts.{e}.weight",
+        }),
+    },
+    gguf_names=modules("blocks.{i}.", "blk.{i}.attn_", {
+        "attention_gate.weight": "gate.weight", "values.router.weight": "v_gate.weight",
+        "values.router.selection_bias": "v_gate.bias", "values.experts.{e}.up.weight": "v_exps.{e}.weight",
+    }),
     hf=_from_hf,
     gguf=_from_gguf,
     gguf_keys=_gguf_keys,

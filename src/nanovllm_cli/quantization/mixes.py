@@ -44,7 +44,7 @@ def type_of(mix: str, ours: str, width: int, spec: ModelSpec) -> str | None:
     """The type of the weight `ours` ("blocks.3.v.weight", "embedding.weight", "head.weight") with rows of `width`; None where no
     type has rows of such a width."""
     wanted = _BASES[mix]
-    part = ours.split(".")[-2]
+    part = "values" if ".values." in ours else ours.split(".")[-2]
     if part == "head" or (part in ("embedding", "per_layer_embedding") and spec.tied_head):
         wanted = "Q8_0" if wanted == "Q8_0" or spec.architecture == _FALCON else "Q6_K"
     elif ours.startswith("blocks."):
@@ -124,7 +124,8 @@ def _is_apart(spec: ModelSpec, layer: int) -> bool:
 def _has_values(mixer: MixerSpec | None) -> bool:
     """Whether a layer has a weight that makes values of its own."""
     if (attention := attention_in(mixer)) is not None:
-        return attention.reads is None and not attention.keys_are_values and attention.latent is None
+        of_one = attention.reads is None and attention.values is None
+        return of_one and not attention.keys_are_values and attention.latent is None
     return isinstance(mixer, DeltaSpec) and not mixer.mamba
 
 

@@ -330,7 +330,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
             mixer = ("attention_gate", *mixer) if read.gated and not read.gates_in_queries else mixer
         case _:
-            kept = () if read.reads is not None else ("k",) if read.keys_are_values else ("k", "v")
+            only_keys = read.keys_are_values or read.values is not None
+            kept = () if read.reads is not None else ("k",) if only_keys else ("k", "v")
             mixer = ("qkv", "o") if read.fused_qkv else ("q", *kept, "o")
             mixer = ("attention_gate", *mixer) if read.gate_apart else mixer
             mixer = mixer if read.convolved is None else ("q", "k", "v_before", "v", "o")
@@ -340,6 +341,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
         mixer = (*mixer, *MAMBA)
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
+    if isinstance(read, AttentionSpec) and read.values is not None:
+        yield from (f"values.experts.{e}.up" for e in range(read.values.num_experts))
     if isinstance(block.mlp, MoESpec):
         if kind == "gguf" and block.mlp.latent_size is not None:
             yield from ("latent_in", "latent_out")

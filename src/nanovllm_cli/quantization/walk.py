@@ -42,6 +42,9 @@ class Walk:
         if any(isinstance(mixer, PairSpec) and mixer.ahead is not None for mixer in original.spec.mixers):
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: its layers share weights", "use --algorithm rtn")
+        if any(attention.values is not None for attention in original.spec.attentions):
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated yet: its values are of experts", "use --algorithm rtn")
         if original.spec.streams is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")

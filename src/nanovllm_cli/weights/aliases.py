@@ -210,7 +210,8 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "paligemma": {"3b": "google/paligemma-3b-mix-224"},
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
-    "k2-horizon": _sizes("IFM/K2-Horizon-*", "0.9B 3.7B 7B 32B"),
+    "k2-horizon": {**_sizes("IFM/K2-Horizon-*", "0.9B 3.7B 7B 32B"), "36b-a4b": "IFM/K2-Horizon-MoVA-36B-A4B",
+                   "375b-a23b": "IFM/K2-Horizon-375B-A23B"},
     "ouro": {**_sizes("ByteDance/Ouro-*", "1.4B 2.6B"), **{f"{size}-thinking": f"ByteDance/Ouro-{size.upper()}-Thinking"
                                                            for size in ("1.4b", "2.6b")}},
     "talkie": {"13b": "lewtun/talkie-1930-13b-it-hf"},

@@ -24,7 +24,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_tensors import Step, gguf_type
 from nanovllm_cli.weights.stacked import stack_of
 
-_EXPERT = re.compile(r"(blk\.\d+\.ffn_)(gate|up|down)_exps\.(\d+)(\.(?:weight|bias))")
+_EXPERT = re.compile(r"(blk\.\d+\.(?:ffn|attn)_)(gate|up|down|v)_exps\.(\d+)(\.(?:weight|bias))")
 _STREAM = re.compile(r"(altup_(?:unembd_)?proj)\.(\d+)(\.weight)")
 _KV_B = re.compile(r"(blk\.\d+\.attn_)kv_b\.weight")
 _FROM_BA = re.compile(r"(blk\.\d+\.)ssm_(alpha|beta)\.weight")

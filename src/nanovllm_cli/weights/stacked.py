@@ -292,7 +292,7 @@ _Layout = tuple[re.Pattern[str], dict[str, int] | int | None, Callable[[re.Match
 """Names, how many dims such tensors have (by the name's last group, or any), and what is in them."""
 _LAYOUTS: dict[str, list[_Layout]] = {
     "gguf": [
-        (re.compile(r"(blk\.\d+\.ffn_(?:gate|up|down)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
+        (re.compile(r"(blk\.\d+\.(?:ffn_(?:gate|up|down)|attn_v)_exps)\.(weight|bias)"), {"weight": 3, "bias": 2}, _gguf),
         (re.compile(r"(blk\.\d+)\.ffn_gate_up_exps\.weight"), 3, _gguf_halves),
         (re.compile(r"(blk\.\d+)\.ffn_up_shexp\.weight"), 2, _gguf_shared_halves),
         (re.compile(r"(blk\.\d+\.attn_[kv]_b|altup_(?:unembd_)?proj)\.(weight)"), 3, _gguf),

@@ -132,8 +132,9 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     parts, number, expert = ours.split("."), "", ""
     if parts[0] == "blocks":
         number, parts[1] = parts[1], "{i}"
-        if parts[2] in ("experts", "k_b", "v_b", "uses") and parts[3].isdecimal():
-            expert, parts[3] = parts[3], "{e}"
+        at = 4 if parts[2] == "values" else 3
+        if parts[at - 1] in ("experts", "k_b", "v_b", "uses") and parts[at].isdecimal():
+            expert, parts[at] = parts[at], "{e}"
     elif len(parts) == 3 and parts[1].isdecimal():
         expert, parts[1] = parts[1], "{e}"
     pattern = ".".join(parts)
