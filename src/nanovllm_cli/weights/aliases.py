@@ -209,6 +209,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "paddleocr-vl": {"0.9b": "PaddlePaddle/PaddleOCR-VL"},
     "paligemma": {"3b": "google/paligemma-3b-mix-224"},
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
+    "deepseek-ocr": {"3b": "deepseek-ai/DeepSeek-OCR"},
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "k2-horizon": _sizes("IFM/K2-Horizon-*", "0.9B 3.7B 7B 32B"),
     "ouro": {**_sizes("ByteDance/Ouro-*", "1.4B 2.6B"), **{f"{size}-thinking": f"ByteDance/Ouro-{size.upper()}-Thinking"

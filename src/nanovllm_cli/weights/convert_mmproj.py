@@ -65,6 +65,8 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
         is_kernel = info.name in _CONVOLVED or len(info.shape) == 4 or info.name.endswith(_DISTANCES)
         if is_kernel:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
+        if label == "deepseekocr" and info.name == "v.position_embd.weight":  # which llama.cpp stretches in float32 alone
+            after = "F32"
         steps.append(Step.of(info, after))
     if label == "pixtral":
         steps.append(_line_end(source, spec))
@@ -209,7 +211,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": mean,
         "clip.vision.image_std": std, "clip.vision.attention.layer_norm_epsilon": eps,
     }  # fmt: skip
-    if tower.activation != "quick_gelu":
+    if tower.activation != "quick_gelu" or tower.sam is not None:  # which says it of SAM
         keys["clip.use_silu" if tower.activation == "silu" and tower.sam is None else "clip.use_gelu"] = True
     is_scale = tower.projector in ("pooled", "joined", "scaled")
     if label != "pixtral" or not is_scale:
@@ -223,7 +225,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     if (sam := tower.sam) is not None:
         keys |= {"clip.vision.sam.block_count": sam.num_layers, "clip.vision.sam.embedding_length": sam.hidden_size,
                  "clip.vision.sam.head_count": sam.num_heads, "clip.vision.window_size": sam.window,
-                 "clip.vision.attention.head_count_kv": tower.key_heads}  # fmt: skip
+                 "clip.vision.attention.head_count_kv": tower.key_heads or tower.num_heads}  # fmt: skip
     if tower.shrinks is not None:
         keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
     if tower.key_heads:
