@@ -109,6 +109,7 @@ class ImageTokens:
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
     often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
+    asked: control tokens that somebody's text may name all the same, which say what to do with an image, and which answers show.
     """
 
     marker: str
@@ -128,6 +129,7 @@ class ImageTokens:
     piece_end: str = ""
     marks: tuple[str, ...] = ()
     often: int = 1
+    asked: tuple[str, ...] = ()
 
     def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""

@@ -37,7 +37,8 @@ from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
-_TOKENS = ImageTokens("<image>", "<image>", line="\n")
+_ASKED = "<|grounding|>", "<|ref|>", "<|/ref|>", "<|det|>", "<|/det|>"
+_TOKENS = ImageTokens("<image>", "<image>", line="\n", asked=_ASKED)
 _MERGE = 4  # neither config says it: two convolutions that halve
 _FIXED = {"num_hidden_layers": 24, "num_attention_heads": 14, "num_key_value_heads": 2, "intermediate_size": 4864,
           "rope_theta": 1e6}  # fmt: skip
