@@ -246,6 +246,9 @@ def test_a_chat_about_a_page_is_transformers_and_steps_change_no_bit(made: tuple
         assert llm.chat_template.source == BUILTIN_TEMPLATES["plain"]
         prompt = llm.encode_chat([{"role": "user", "content": [url, text]}])
         (output,) = llm.chat([{"role": "user", "content": [url, text]}], params)
+        for token, shown in ((258, "<|ref|>"), (260, "")):
+            one = SamplingParams(temperature=0, max_tokens=1, logit_bias={token: 100.0}, ignore_eos=True)
+            assert llm.chat([{"role": "user", "content": "a"}], one)[0].outputs[0].text == shown
     ids = [260, *[256] * (2 * 110 - 10 + 273), *b"\n", 257, *b"a</s>"]
     assert list(prompt) == ids
     columns, rows = get_optimal_tiled_canvas((40, 90), (40, 40), 2, 9)
