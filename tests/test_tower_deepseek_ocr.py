@@ -35,6 +35,7 @@ from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
 from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.convert_mmproj import tower_file
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision
 from test_image_pieces import read
 from test_images import colours, saved
@@ -305,6 +306,19 @@ def test_converted_it_sees_as_its_folder_does(of_files: Path, tmp_path: Path) ->
     images = [Image.of(*sides, numbers.integers(0, 256, 3 * sides[0] * sides[1], np.uint8).tobytes())
               for sides in ((320, 640), (640, 320), (512, 512))]  # fmt: skip
     check_it_sees_as_its_folder_does(of_files, tmp_path / "m-F32.gguf", images)
+
+
+@pytest.mark.parametrize("kind", ["f16", "bf16"])
+def test_what_llama_cpp_reads_in_float32_alone_is_in_it(kind: str, of_files: Path) -> None:
+    with open_checkpoint(of_files) as checkpoint:
+        made = tower_file(checkpoint, kind, "m")
+    assert made is not None
+    after = {step.name: step.after for step in made.steps}
+    full = ("patch_embd", "pos_embd", "position_embd", "pos_h", "pos_w", "neck.0", "neck.2", "net_2", "net_3", "view_seperator")
+    for name, kind_of_it in after.items():
+        is_matrix = name.endswith(("qkv.weight", "out.weight", "lin1.weight", "ffn_up.weight", "fc.weight"))
+        if is_matrix or any(part in name for part in full):
+            assert kind_of_it == (kind.upper() if is_matrix else "F32"), name
 
 
 def mmproj(folder: Path, path: Path, keys: dict[str, Any], change: Callable[[Tensors], Any] = lambda tensors: None) -> Path:

@@ -31,7 +31,11 @@ from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_w
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
 
-_DISTANCES = ".attn.pos_h.weight", ".attn.pos_w.weight"
+_IN_FULL = (
+    ".attn.pos_h.weight", ".attn.pos_w.weight", "v.position_embd.weight", "v.view_seperator", "v.resample_query_768.weight",
+    "v.resample_query_1024.weight",
+)  # fmt: skip
+"""Of SAM, and what is behind it, beside kernels: what llama.cpp stretches, or puts beside other rows, in float32 alone."""
 _OF_ANY_SIZE = 256
 """What llama.cpp's converter says is the side of images where it means nothing."""
 
@@ -62,10 +66,10 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        is_kernel = info.name in _CONVOLVED or len(info.shape) == 4 or info.name.endswith(_DISTANCES)
+        is_kernel = info.name in _CONVOLVED or len(info.shape) == 4
         if is_kernel:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
-        if label == "deepseekocr" and info.name == "v.position_embd.weight":  # which llama.cpp stretches in float32 alone
+        if spec.tower.sam is not None and (is_kernel or info.name.endswith(_IN_FULL)):
             after = "F32"
         steps.append(Step.of(info, after))
     if label == "pixtral":
