@@ -150,7 +150,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
 
 
 OTHER_TOWERS = {
-    "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
+    "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
     "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -39,7 +39,7 @@ from test_llm import write_byte_tokenizer
 from test_models_gguf import CASES, delta, gemma3, nothing, taps, window
 from test_models_gguf import write as write_text
 from test_towers import FREE_SIZES, MADE, SIZES, Made, all_rows, draw, image, make, open_tower
-from test_vision import MODELS, logprobs_of, parts_of, prompt_with
+from test_vision import MODELS, Part, logprobs_of, parts_of, prompt_with
 from towers_gguf import Tensors, write_mmproj
 
 FAMILIES = ["qwen2", "qwen2_5", "exaone", "qwen3", "qwen3_5", "gemma3", "mistral3", "pixtral", "smolvlm", "lfm2", "glm4v",
@@ -480,8 +480,8 @@ def test_a_repository_has_it_beside_the_model() -> None:
             files.choose_mmproj(["mmproj-a-F16.gguf", "mmproj-b-F16.gguf"], "a/m", quant=quant)
 
 
-def check_it_sees_as_its_folder_does(folder: Path, output: Path) -> None:
-    """Converted to float32, with what it sees by beside it."""
+def check_it_sees_as_its_folder_does(folder: Path, output: Path, images: Sequence[Part] = ()) -> None:
+    """Converted to float32, with what it sees by beside it. images: in a prompt, others than of any family."""
     with open_checkpoint(folder) as checkpoint:
         plan = convert.plan(checkpoint, "gguf", "f32")
         convert.write(checkpoint, plan, output)
@@ -494,19 +494,19 @@ def check_it_sees_as_its_folder_does(folder: Path, output: Path) -> None:
         assert worker.sight is not None
         vision = worker.sight.senses.vision
         if not answers:
-            prompt = prompt_with(vision, parts_of(vision), 4096)
+            prompt = prompt_with(vision, [5, *images, 6] if images else parts_of(vision), 4096)
         answers += run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
     assert answers[0].outputs[0].token_ids == answers[1].outputs[0].token_ids
     assert logprobs_of(answers[1]) == pytest.approx(logprobs_of(answers[0]), abs=1e-3)
 
 
-def with_merges(folder: Path, words: list[str] = WORDS) -> Path:
-    """The same model with more tokens, whose tokenizer a file can hold."""
+def with_merges(folder: Path, words: list[str] = WORDS, text: str = "text_config") -> Path:
+    """The same model with more tokens, whose tokenizer a file can hold. text: the section of its config that says how many."""
     backend = Tokenizer.from_file(str(TINY / "tokenizer.json"))
     backend.add_special_tokens(words)
     backend.save(str(folder / "tokenizer.json"))
     config = json.loads((folder / "config.json").read_text())
-    config["text_config"]["vocab_size"] = backend.get_vocab_size()
+    config[text]["vocab_size"] = backend.get_vocab_size()
     (folder / "config.json").write_text(json.dumps(config))
     tensors = load_file(folder / "model.safetensors")
     for name in [each for each in tensors if each.endswith(("embed_tokens.weight", "lm_head.weight"))]:

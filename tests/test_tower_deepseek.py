@@ -157,7 +157,15 @@ def test_converted_it_sees_as_its_folder_does(tmp_path: Path) -> None:
     sam |= {"patch_size": 16, "image_size": 1024, "num_hidden_layers": 3, "global_attn_indexes": [2]}
     values["vision_config"]["encoder_config"]["rope_parameters"] = {"rope_type": "default", "rope_theta": 1e6}
     model = random_model(type(MODELS["deepseek-ocr2"]).from_dict(values), auto=AutoModelForImageTextToText)
-    check_it_sees_as_its_folder_does(with_merges(save(model, tmp_path / "folder"), WORDS[:1]), tmp_path / "m-F32.gguf")
+    folder = with_merges(save(model, tmp_path / "folder"), WORDS[:1])
+    check_it_sees_as_its_folder_does(folder, tmp_path / "m-F32.gguf")
+    with open_checkpoint(folder) as checkpoint:
+        made = tower_file(checkpoint, "bf16", "m")
+    assert made is not None
+    types = {step.name: step.after for step in made.steps}
+    full = "v.view_seperator", "v.resample_query_768.weight", "v.sam.pos_embd.weight", "v.sam.net_2.weight"
+    assert {types[name] for name in full} == {"F32"}, "of other types llama.cpp makes nothing, and ends"
+    assert types["mm.model.fc.weight"] == "BF16"
 
 
 @pytest.mark.parametrize(("rope", "heads", "words"), [

@@ -50,7 +50,7 @@ from nanovllm_cli.senses import kinds_of, read_parts
 from nanovllm_cli.text.answer_format import model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
-from nanovllm_cli.text.image_tokens import in_vocabulary
+from nanovllm_cli.text.image_tokens import asked_ids, in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.vision_spec import TokenIds
 from nanovllm_cli.weights.checkpoint import open_checkpoint
@@ -154,11 +154,11 @@ class LLM:
         if self.answer_format is None and (tool_format or reasoning_format):
             progress.note("the parsers of tool calls and reasoning change nothing: this model has no chat template")
         self.default_params = SamplingParams.from_generation_config(generation_config, vocab_size=self.spec.vocab_size)
-        visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else ()
+        visible = self.answer_format.visible_ids(calls=shows_calls) if self.answer_format is not None else []
         self.engine = Engine(
             worker,
             config,
-            detokenizer_factory=detokenizers_of(self.tokenizer, visible),
+            detokenizer_factory=detokenizers_of(self.tokenizer, [*visible, *asked_ids(self.senses, self.tokenizer)]),
             vocab_size=self.spec.vocab_size,
             max_model_len=config.max_model_len or self.spec.max_position,  # not what there was memory for
             num_blocks=worker.num_blocks,

@@ -1,5 +1,5 @@
-"""SAM's encoder as plain values: what makes of an image the rows that are read (GOT-OCR 2), or that queries of a tower behind it
-look at (DeepSeek-OCR 2)."""
+"""SAM's encoder as plain values: what makes of an image the rows that are read (GOT-OCR 2), that queries of a tower behind it
+look at (DeepSeek-OCR 2), or that are read beside what such a tower makes of them (DeepSeek-OCR)."""
 
 from __future__ import annotations
 
@@ -16,6 +16,9 @@ class SamSpec(NamedTuple):
     queries: behind a small and a large image's rows, there are so many learned ones, each of which sees all of the image and the
     queries before it; what becomes of these is read. Behind a large image's is a row that is always the same. None: there is no
     tower behind it, and its own rows are read.
+    beside: or there is one, which reads its rows, and what that makes of each lies in front of it in one row. Behind each line of
+    these is one that is always the same. An image that is square shows all of a page, and behind it is another such row; one that
+    is not is several squares of a page, in a line or below each other, which are computed apart, and whose lines are joined.
     """
 
     hidden_size: int
@@ -29,14 +32,17 @@ class SamSpec(NamedTuple):
     neck: int
     middle: int
     queries: tuple[int, int] | None = (144, 256)
+    beside: bool = False
 
     @property
     def head_dim(self) -> int:
         return self.hidden_size // self.num_heads
 
-    def num_rows(self, cells: int) -> int:
+    def num_rows(self, lines: int, columns: int) -> int:
         """Of an image of so many cells."""
-        return cells + (self.queries is not None and cells == self.queries[1])
+        if self.beside:
+            return lines * (columns + 1) + (lines == columns)
+        return lines * columns + (self.queries is not None and lines * columns == self.queries[1])
 
     def most_numbers(self, patches: int) -> int:
         """That there are at once, about: of a layer in which all patches see each other, or those of a window, with what there is

@@ -37,7 +37,9 @@ class SizeRule:
     tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
              where most_tiles is 1 (Idefics3)
     pages    least_tiles to most_tiles of them, of an image with a side that is longer than one, chosen as those of "canvas"; all
-             of it: its own shape, with the longer side longest_side, in the middle of a grey square (DeepSeek-OCR 2)
+             of it: its own shape, with the longer side longest_side, in the middle of a grey square (DeepSeek-OCR 2).
+             in_lines: those of a line are one image, or all of them where a line has one; `smaller` are sides of what shows all
+             of it where less is asked for, and no side of a tile or less keeps its shape (DeepSeek-OCR)
     grid     as `area`, where that is at most max_pixels * tolerance; beyond, least_tiles to most_tiles of them, in lines and
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
@@ -67,11 +69,27 @@ class SizeRule:
     most_lines: int = 0
     most_with_ends: int = 0
     dense: Dense | None = None
+    in_lines: bool = False
+    smaller: tuple[int, ...] = ()
 
     @property
     def apart(self) -> bool:
         """See `Mosaic`."""
         return self.nearest == "covering"
+
+    def page_tokens(self, cell: int, tiles: int) -> int:
+        """Of "pages", the most that so many tiles and what shows all of it have."""
+        side, tile = self.longest_side // cell, self.tile // cell
+        return side * (side + self.in_lines) + 1 + tiles * tile * (tile + self.in_lines)
+
+    def is_page(self, height: int, width: int) -> bool:
+        """Of "pages", whether an image is made so large."""
+        if height == width == self.longest_side:
+            return True
+        if not self.in_lines:
+            return height == width == self.tile
+        short, long = sorted((height, width))
+        return short == self.tile and long in range(2 * short, self.most_tiles * short + 1, short)
 
     @property
     def all_tiles(self) -> int:
@@ -92,8 +110,10 @@ class SizeRule:
             tiles = max(0, most // (self.tile // cell) ** 2 - 1)
             size = replace(size, longest_side=min(self.longest_side, max(1, math.isqrt(tiles)) * self.tile))
         elif self.kind == "pages":
-            left = most - (self.longest_side // cell) ** 2 - 1
-            size = replace(size, most_tiles=min(self.most_tiles, max(0, left // (self.tile // cell) ** 2)))
+            counts = [count for count in range(self.most_tiles + 1) if self.page_tokens(cell, count) <= most]
+            pages = [self, *(replace(self, longest_side=side) for side in self.smaller)]
+            page = next((page for page in pages if page.page_tokens(cell, 0) <= most), pages[-1])
+            size = replace(page, most_tiles=max(counts, default=0))
         elif self.kind == "canvas":
             tiles = max(1, most // (self.tile // cell) ** 2 - 1)
             dense = None if self.dense is None else self.dense._replace(tiles=min(self.dense.tiles, tiles))

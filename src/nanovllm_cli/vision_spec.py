@@ -109,6 +109,7 @@ class ImageTokens:
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
     often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
+    asked: control tokens that somebody's text may name all the same, which say what to do with an image, and which answers show.
     """
 
     marker: str
@@ -128,6 +129,7 @@ class ImageTokens:
     piece_end: str = ""
     marks: tuple[str, ...] = ()
     often: int = 1
+    asked: tuple[str, ...] = ()
 
     def text(self, picture: Picture | Clip, number: int = 0) -> str:
         """With one token for each of the picture's images, or of a clip's pieces."""
@@ -293,10 +295,12 @@ class TowerSpec:
         """Multiplications of one stage, on average."""
         assert isinstance(image, Image)
         if self.sam is not None:
-            rows = 2 * image.height * image.width // self.cell**2
-            behind = rows * self.hidden_size * (4 * self.hidden_size + 3 * self.intermediate_size + 2 * rows)
-            before = self.sam.work(image.height * image.width // self.patch_size**2)
-            return (before + behind * self.num_layers) // self.num_stages
+            short, long = sorted((image.height, image.width))
+            rows = (1 if self.sam.beside else 2) * (short // self.cell) ** 2
+            matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
+            behind = rows * self.hidden_size * (matrices + 2 * rows)
+            before = self.sam.work((short // self.patch_size) ** 2)
+            return long // short * (before + behind * self.num_layers) // self.num_stages
         if self.fastvit is not None:
             return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2
@@ -361,9 +365,9 @@ class VisionSpec:
             height, width, pixels, _, mosaic = placed.image
             if mosaic is None and self.size.kind == "mosaic":
                 return False
-            if self.tower.sam is not None and height != width:
+            if self.tower.sam is not None and height != width and self.size.kind != "pages":
                 return False
-            if self.size.kind == "pages" and height not in (self.size.tile, self.size.longest_side):
+            if self.size.kind == "pages" and not self.size.is_page(height, width):
                 return False
             size, cell = self.size, self.tower.cell
             if mosaic is not None and not mosaic.fits(height, width, size.tile // cell, size.grids, apart=size.apart):
@@ -386,8 +390,8 @@ class VisionSpec:
 
     @property
     def _ends(self) -> int:
-        """Tokens behind each line of an image."""
-        return int(self._framed or bool(self.tokens.line_end))
+        """Tokens behind each line of an image, or rows of a tower's."""
+        return int(self._framed or bool(self.tokens.line_end) or self.size.in_lines)
 
     def placed(self, image: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """An image where its first token is the prompt's `start`, with so many images before it."""
@@ -396,7 +400,7 @@ class VisionSpec:
             return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
         cell, framed = self.tower.cell, self._framed
         if self.tower.sam is not None:
-            return PlacedImage(image, start, 1, self.tower.sam.num_rows(image.height * image.width // cell**2))
+            return PlacedImage(image, start, 1, self.tower.sam.num_rows(image.height // cell, image.width // cell))
         return PlacedImage(
             image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
             self.whole, self.whole_in_windows, framed, ordinal if framed else 0,

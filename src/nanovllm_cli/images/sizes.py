@@ -65,6 +65,9 @@ def most_rows(spec: VisionSpec) -> int:
     elif rule.kind == "mosaic":  # of which all squares are computed, also where not all of their rows are shown
         area, line = rule.tile**2, rule.tile * rule.multiple
         pixels = max((1 + rows * columns) * area + rows * line for rows, columns in (*rule.grids, (1, 0)))
+    elif rule.kind == "pages" and rule.in_lines:  # pieces that are all one image have the most lines, each with its end
+        of_one = rule.page_tokens(spec.tower.cell, 1) - rule.page_tokens(spec.tower.cell, 0)
+        return max(rule.page_tokens(spec.tower.cell, 0), rule.most_tiles * of_one)
     elif rule.kind == "pages":
         pixels = rule.longest_side**2 + rule.multiple**2
     elif rule.kind == "square":
@@ -99,12 +102,14 @@ def most_tokens(spec: VisionSpec) -> int:
         side = rule.tile // spec.tower.cell
         grids = (*rule.grids, (0, 0) if rule.apart else (1, 0))
         return max(mosaic.most_rows(grid, side, spec.tower.squares, apart=rule.apart) for grid in grids)
+    if rule.kind == "pages":
+        return rule.page_tokens(spec.tower.cell, rule.most_tiles if rule.most_tiles >= rule.least_tiles else 0)
     if rule.kind == "longest" and spec.tokens.line_end:
         return most_rows(spec) + math.isqrt(most_rows(spec))
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas", "pages") and rule.all_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas") and rule.all_tiles >= max(2, rule.least_tiles):
         pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
@@ -167,10 +172,13 @@ def _as_pages(rule: SizeRule, height: int, width: int) -> Sizes:
     """whole: of what lies in a square of the longest side."""
     scale = rule.longest_side / max(height, width)
     whole = max(1, round(height * scale)), max(1, round(width * scale))
+    if rule.in_lines and rule.longest_side <= rule.tile:
+        whole = rule.longest_side, rule.longest_side
     if max(height, width) <= rule.tile or rule.most_tiles < rule.least_tiles:
         return Sizes(whole)
     rows, columns = _grid(rule, rule.least_tiles, height, width)
-    return Sizes(whole, (rows * rule.tile, columns * rule.tile))
+    grid = (rows if columns > 1 else 1, 1) if rule.in_lines else None
+    return Sizes(whole, (rows * rule.tile, columns * rule.tile), grid=grid)
 
 
 def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:

@@ -261,6 +261,7 @@ DEEPSEEK2 = Family(
 )
 DEEPSEEK_OCR = Family(
     "deepseek_ocr",
+    template="plain",
     experts=replace(DEEPSEEK_KEYS, scoring="softmax", selection_bias=False),
     defaults={"norm_topk_prob": False, "n_shared_experts": 2, "rms_norm_eps": 1e-6},
     hf_names=SHARED_NAMES,

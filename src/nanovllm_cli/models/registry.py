@@ -162,6 +162,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "CohereCompassForConditionalGeneration": COHERE_COMPASS_VISION,
     "Cohere2VisionForConditionalGeneration": COHERE2,
     "DeciLMForCausalLM": DECI,
+    "DeepseekOCRForCausalLM": DEEPSEEK_OCR,
     "DeepseekOCR2ForCausalLM": DEEPSEEK_OCR,
     "DeepseekOcr2ForConditionalGeneration": DEEPSEEK_OCR,
     "DeepseekForCausalLM": DEEPSEEK,

@@ -24,7 +24,7 @@ from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Sta
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import Querying, query_shapes
-from nanovllm_cli.models.tower_sam import SamTower, sam_shapes
+from nanovllm_cli.models.tower_sam import SamTower, beside_numbers, sam_shapes
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
@@ -396,6 +396,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     if spec.fastvit is not None:
         return spec.fastvit.most_numbers(num_pixels) * 4
     patches = num_pixels // spec.patch_size**2
+    if spec.sam is not None and spec.sam.beside:
+        return beside_numbers(spec, patches) * dtype.itemsize
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
     if spec.projector == "tabled":
         inner = max(inner, 12 * spec.projector_size * _TABLED_TOGETHER // dtype.itemsize)

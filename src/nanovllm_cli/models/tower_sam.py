@@ -1,5 +1,6 @@
-"""SAM's encoder, which is GOT-OCR 2's tower, and in DeepSeek-OCR 2's has a transformer behind it, of which queries read what it
-made of an image (`SamSpec`). An image is a stage a layer, those of SAM's first.
+"""SAM's encoder, which is GOT-OCR 2's tower, and in DeepSeek-OCRs' has a transformer behind it: in the second's queries read what
+it made of an image, the first's is a CLIP, whose rows lie beside those that it reads (`SamSpec`). An image is a stage a layer,
+those of SAM's first.
 
 How far patches lie apart is added to scores as products: a query is longer by what it makes of each line's and column's distance,
 a key by ones at its own. So no matrix of scores is made.
@@ -13,8 +14,8 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.models.tower_attention import HeadNorms
-from nanovllm_cli.models.tower_layers import Colours, Seeing, Stages, TowerRows
+from nanovllm_cli.models.tower_attention import HeadNorms, Windows, attention
+from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.vision_spec import Image, TowerSpec
 
 
@@ -29,13 +30,20 @@ class SamTower(Seeing):
         self._sam = spec.sam
 
     def stages(self, image: Image) -> Stages:
-        """SAM's first. The image is a square, and has as many of the spec's cells as there are queries, if any are."""
-        x, side = self._patches(image), image.width // self.spec.patch_size
+        """SAM's first. The image is a square, and has as many of the spec's cells as there are queries, if any are; or of a line
+        of squares, or of such below each other, where rows are read `beside` each other."""
+        side = min(image.width, image.height) // self.spec.patch_size
+        squares = self._patches(image, side)
         for i in range(self._sam.num_layers):
             if i:
                 yield
-            self._sam_layer(i, x, side)
-        seen = self._shrunk(x, side)
+            for x in squares:
+                self._sam_layer(i, x, side)
+        seen = torch.cat([self._shrunk(x, side) for x in squares])
+        del squares
+        if self._sam.beside:
+            yield
+            return (yield from self._beside(seen, image))
         if self._sam.queries is None:
             return TowerRows(self._linear("projector.out", seen))
         yield
@@ -52,19 +60,45 @@ class SamTower(Seeing):
             rows = torch.cat([rows, self._tensors["separator.weight"][None]])
         return TowerRows(rows)
 
-    def _patches(self, image: Image) -> torch.Tensor:
-        """[patches, width of SAM], line by line."""
+    def _beside(self, seen: torch.Tensor, image: Image) -> Stages:
+        """seen [squares * cells, hidden_size], which a CLIP reads as its patches."""
+        side, hidden = min(image.width, image.height) // self.spec.cell, self.spec.hidden_size
+        squares = seen.view(-1, side**2, hidden)
+        table = self._tensors["behind.positions"]
+        lead = (self._tensors["behind.lead"] + table[0]).expand(len(squares), 1, hidden)
+        x = torch.cat([lead, squares + self._stretched(table[1:], side)], dim=1).flatten(0, 1)
+        x = self._norm("pre_norm", x)
+        none = torch.empty(len(x), 0, device=self._device)
+        windows = Windows(((len(squares), side**2 + 1),), (none, none))
+        attend = attention(windows, self.spec.num_heads, self.spec.head_dim, x)
+        for i in range(self.spec.num_layers):
+            if i:
+                yield
+            self._layer(f"layers.{i}", x, attend)
+        made = x.view(len(squares), -1, hidden)[:, 1:]
+        rows = self._linear("projector.out", torch.cat([made, squares], dim=-1).flatten(0, 1))
+        down, across = image.height // self.spec.cell, image.width // self.spec.cell
+        lines = rows.view(-1, across // side, side, side, rows.shape[-1]).transpose(1, 2).reshape(down, across, -1)
+        lines = torch.cat([lines, self._tensors["line_end.weight"].expand(down, 1, -1)], dim=1).flatten(0, 1)
+        return TowerRows(torch.cat([lines, self._tensors["separator.weight"][None]]) if down == across else lines)
+
+    def _patches(self, image: Image, side: int) -> torch.Tensor:
+        """[squares, patches, width of SAM], line by line."""
         patch = self.spec.patch_size
-        side = image.width // patch
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
-        x = self._patch_rows(pixels.view(side, patch, side, patch, 3).permute(0, 2, 4, 1, 3).reshape(-1, 3, patch**2))
-        table = self._tensors["positions.weight"]
+        across = image.width // patch // side
+        pixels = pixels.view(-1, side, patch, across, side, patch, 3).permute(0, 3, 1, 4, 6, 2, 5).flatten(0, 1)
+        x = torch.stack([self._patch_rows(square.reshape(-1, 3, patch**2)) for square in pixels])
+        return x.add_(self._stretched(self._tensors["positions.weight"], side))
+
+    def _stretched(self, table: torch.Tensor, side: int) -> torch.Tensor:
+        """Positions of a square, for one of another side."""
         rows = math.isqrt(len(table))
-        if rows != side:
-            square = table.view(rows, rows, -1).permute(2, 0, 1)[None].to(torch.float32)
-            square = functional.interpolate(square, (side, side), mode="bicubic", align_corners=False, antialias=True)
-            table = square[0].permute(1, 2, 0).reshape(side**2, -1).to(self._dtype)
-        return x + table
+        if rows == side:
+            return table
+        square = table.view(rows, rows, -1).permute(2, 0, 1)[None].to(torch.float32)
+        square = functional.interpolate(square, (side, side), mode="bicubic", align_corners=False, antialias=True)
+        return square[0].permute(1, 2, 0).reshape(side**2, -1).to(self._dtype)
 
     def _sam_layer(self, i: int, x: torch.Tensor, side: int) -> None:
         """Adds to x, in place."""
@@ -109,6 +143,8 @@ class SamTower(Seeing):
 
 
 _NECK_EPS = 1e-6
+_KEPT_BEHIND = 17
+"""Rows of what is behind SAM, a cell, at a time; see `ROWS_KEPT` of tower.py."""
 
 
 class _Queries:
@@ -168,7 +204,18 @@ def sam_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     shapes["neck.second.weight"] = (sam.neck, sam.neck, 3, 3)
     norm("neck.second_norm", sam.neck)
     shapes |= {"shrink.first.weight": (sam.middle, sam.neck, 3, 3), "shrink.second.weight": (hidden, sam.middle, 3, 3)}
-    matrix("projector.out", spec.out_size, hidden)
+    matrix("projector.out", spec.out_size, 2 * hidden if sam.beside else hidden)
+    if sam.beside:
+        shapes |= {"behind.lead": (hidden,), "behind.positions": (spec.positions + 1, hidden)}
+        norm("pre_norm", hidden)
+        for i in range(spec.num_layers):
+            norm(f"layers.{i}.attention_norm", hidden)
+            matrix(f"layers.{i}.qkv", spec.qkv_rows, hidden)
+            matrix(f"layers.{i}.out", hidden, hidden)
+            norm(f"layers.{i}.mlp_norm", hidden)
+            matrix(f"layers.{i}.up", inner, hidden)
+            matrix(f"layers.{i}.down", hidden, inner)
+        return shapes | dict.fromkeys(("line_end.weight", "separator.weight"), (spec.out_size,))
     if sam.queries is None:
         return shapes
     for i in range(spec.num_layers):
@@ -193,6 +240,16 @@ def sam_stored(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[int
         "positions.weight": (1, side, side, sam.hidden_size),
     }
     return shapes | {"separator.weight": (1, spec.out_size)} if of_file and sam.queries is not None else shapes
+
+
+def beside_numbers(spec: TowerSpec, patches: int) -> int:
+    """About the most that there are at once of an image of so many patches, in squares no larger than SAM's positions."""
+    sam = spec.sam
+    assert sam is not None
+    cells = patches // spec.merge**2
+    first = 2 * sam.hidden_size * patches + sam.most_numbers(min(patches, sam.positions))
+    behind = _KEPT_BEHIND * spec.hidden_size * cells + 2 * spec.intermediate_size * min(cells, ROWS_TOGETHER)
+    return max(first, behind)
 
 
 def _in_squares(rows: torch.Tensor, side: int, window: int) -> torch.Tensor:

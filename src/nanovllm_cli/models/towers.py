@@ -37,7 +37,14 @@ from nanovllm_cli.models.tower_configs import (
     weights_and_biases,
 )
 from nanovllm_cli.models.towers_cohere import AYA_NAMES, COMMAND_A_NAMES, aya_vision, command_a_vision
-from nanovllm_cli.models.towers_deepseek import DEEPSEEK_OCR2_NAMES, deepseek_ocr2, deepseek_ocr2_code
+from nanovllm_cli.models.towers_deepseek import (
+    DEEPSEEK_OCR2_NAMES,
+    DEEPSEEK_OCR_NAMES,
+    DEEPSEEK_OCR_UNREAD,
+    deepseek_ocr,
+    deepseek_ocr2,
+    deepseek_ocr2_code,
+)
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
@@ -225,6 +232,7 @@ _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
     "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
+    "DeepseekOCRForCausalLM": TowerFamily(deepseek_ocr, DEEPSEEK_OCR_NAMES, DEEPSEEK_OCR_UNREAD),
     "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),

@@ -20,7 +20,7 @@ from nanovllm_cli.models.tower import tower_shapes
 from nanovllm_cli.models.tower_configs import RESAMPLES, square
 from nanovllm_cli.models.towers import TOWERS
 from nanovllm_cli.models.towers_gemma4 import BOUNDS
-from nanovllm_cli.models.towers_gguf_deepseek import deepseek_from_gguf, deepseek_names
+from nanovllm_cli.models.towers_gguf_deepseek import deepseek_from_gguf, deepseek_names, deepseek_ocr_from_gguf
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 
 _WINDOW = 112  # of Qwen2.5-VL, in pixels: no file says it
@@ -99,7 +99,7 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
 def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]:
     """Our names (`tower_shapes`) -> those in a file that has these shapes, whose rows lie behind each other in ours. Those of a
     patch's kernel are its frames', and added up."""
-    if spec.sam is not None and spec.sam.queries is not None:
+    if spec.sam is not None:
         return deepseek_names(spec)
     up, down = ("ffn_down", "ffn_up") if _is_swapped(shapes, spec.hidden_size) else ("ffn_up", "ffn_down")
     layer: dict[str, tuple[str, ...]] = {
@@ -334,6 +334,7 @@ PROJECTORS = {
         "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True,
         also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
     ),
+    "deepseekocr": Projector("DeepseekOCRForCausalLM", ("deepseek2-ocr",), deepseek_ocr_from_gguf, fused=True),
     "deepseekocr2": Projector(
         "DeepseekOcr2ForConditionalGeneration", ("deepseek2-ocr",), deepseek_from_gguf, also=("DeepseekOCR2ForCausalLM",)
     ),

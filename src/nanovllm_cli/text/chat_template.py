@@ -165,16 +165,17 @@ def prepare_chat(
     Every control token begins with one of few characters. In the caller's strings those are replaced, one for one, by
     private-use characters before rendering, and put back afterwards; a control token that begins at such a place is
     text. Tags that the template looks for in messages (`</think>`) keep their first character, so that it still finds
-    them. What is this program's own (`OwnText`) stays as it is. most_tokens: a text that has far more is not read to its
-    end, see `Tokenizer.check_fits`. images: those of the messages' parts, and sounds, in their order; senses: of the model
-    that sees and hears them.
+    them. What is this program's own (`OwnText`) stays as it is, and what is `asked` of an image. most_tokens: a text that has
+    far more is not read to its end, see `Tokenizer.check_fits`. images: those of the messages' parts, and sounds, in their
+    order; senses: of the model that sees and hears them.
     """
     told = _plain_messages(messages)
+    asked = [] if senses is None else [word for sense in senses.all for word in sense.tokens.asked]
     marks: Marks = {}
     if senses is not None and images:
         told, marks = in_template(told, template.source, senses, images)
     inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
-    veil = _Veil(tokenizer, template.source, inputs, {tokens.marker for tokens in marks.values()})
+    veil = _Veil(tokenizer, template.source, inputs, {tokens.marker for tokens in marks.values()}, asked)
     veiled = {name: veil.over(value) for name, value in inputs.items()}
     text = template.render(
         veiled["messages"],
@@ -232,9 +233,11 @@ def strings(value: Any) -> Iterator[str]:
 
 class _Veil:
     """Stand-ins for the characters that control tokens begin with. markers: what a template writes for an image or a sound, which
-    need be no token."""
+    need be no token. asked: tokens that are none of a message's own."""
 
-    def __init__(self, tokenizer: Tokenizer, source: str, inputs: Any, markers: Collection[str] = ()) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, source: str, inputs: Any, markers: Collection[str] = (), asked: Collection[str] = ()
+    ) -> None:
         controls = {*tokenizer.control_tokens, *(marker for marker in markers if marker in source)}
         firsts = sorted({token[0] for token in controls if token})
         words = sorted(token for token in tokenizer.control_tokens if token[:1].isalnum() or token[:1].isspace())
@@ -245,7 +248,7 @@ class _Veil:
         if len(self._stand_in) < len(firsts):
             raise UsageError("the messages use every private-use character there is")
         self._original = {stand_in: first for first, stand_in in self._stand_in.items()}
-        tags = sorted({tag for tag in _TAG.findall(source) if tag not in controls})
+        tags = sorted({*asked, *(tag for tag in _TAG.findall(source) if tag not in controls)})
         # A token that begins like a word is veiled where it stands in full; its letter alone is in every message. Each choice
         # begins with a character as it is, which `re` finds fast: nobody else runs while it looks through megabytes.
         choices = [

@@ -34,6 +34,13 @@ def in_vocabulary(senses: Senses, tokenizer: Tokenizer) -> Senses:
     return Senses.of(*map(known, senses.all))
 
 
+def asked_ids(senses: Senses | None, tokenizer: Tokenizer) -> list[int]:
+    """Of control tokens that answers show; see `ImageTokens`."""
+    words = [] if senses is None else [word for sense in senses.all for word in sense.tokens.asked]
+    ids = map(tokenizer.token_to_id, words)
+    return [number for number in ids if number is not None]
+
+
 def in_template(
     messages: Sequence[Any], source: str, senses: Senses, sent: Sequence[Sent]
 ) -> tuple[list[Any], Marks]:

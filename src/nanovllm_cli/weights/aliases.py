@@ -209,6 +209,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "paddleocr-vl": {"0.9b": "PaddlePaddle/PaddleOCR-VL"},
     "paligemma": {"3b": "google/paligemma-3b-mix-224"},
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
+    "deepseek-ocr": {"3b": "deepseek-ai/DeepSeek-OCR"},
     "deepseek-ocr2": {"3b": "deepseek-ai/DeepSeek-OCR-2"},
     "k2-horizon": {**_sizes("IFM/K2-Horizon-*", "0.9B 3.7B 7B 32B"), "36b-a4b": "IFM/K2-Horizon-MoVA-36B-A4B",
                    "375b-a23b": "IFM/K2-Horizon-375B-A23B"},

@@ -407,8 +407,8 @@ def _read_config(folder: Path) -> dict[str, Any]:
     thinker = config.get("thinker_config")  # in which the first Qwen3-ASR folders have what others have outside
     config = {**thinker, **config} if isinstance(thinker, dict) else config
     language = config.get("language_config")
-    if isinstance(language, dict) and config.get("architectures") == ["DeepseekOCR2ForCausalLM"]:
-        config = {**language, **config}  # a DeepSeek-OCR 2 with code of its own
+    if isinstance(language, dict) and config.get("architectures") in (["DeepseekOCRForCausalLM"], ["DeepseekOCR2ForCausalLM"]):
+        config = {**language, **config}  # those with code of their own
     llm = config.get("llm_config")  # the same of InternVLs with code of their own
     if isinstance(llm, dict):
         tied = llm.get("tie_word_embeddings")

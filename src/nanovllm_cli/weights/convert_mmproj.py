@@ -31,7 +31,11 @@ from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_w
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
 
-_DISTANCES = ".attn.pos_h.weight", ".attn.pos_w.weight"
+_IN_FULL = (
+    ".attn.pos_h.weight", ".attn.pos_w.weight", "v.position_embd.weight", "v.view_seperator", "v.resample_query_768.weight",
+    "v.resample_query_1024.weight",
+)  # fmt: skip
+"""Of SAM, and what is behind it, beside kernels: what llama.cpp stretches, or puts beside other rows, in float32 alone."""
 _OF_ANY_SIZE = 256
 """What llama.cpp's converter says is the side of images where it means nothing."""
 
@@ -62,9 +66,11 @@ def tower_file(source: Checkpoint, outtype: str, name: str) -> TowerFile | None:
     steps = []
     for info in infos:
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        is_kernel = info.name in _CONVOLVED or len(info.shape) == 4 or info.name.endswith(_DISTANCES)
+        is_kernel = info.name in _CONVOLVED or len(info.shape) == 4
         if is_kernel:  # an Idefics3's in full, as llama.cpp's converter has it
             after = "F16" if matrices == {"F16"} and label != "idefics3" else "F32"
+        if spec.tower.sam is not None and (is_kernel or info.name.endswith(_IN_FULL)):
+            after = "F32"
         steps.append(Step.of(info, after))
     if label == "pixtral":
         steps.append(_line_end(source, spec))
@@ -209,7 +215,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
         "clip.vision.attention.head_count": tower.num_heads, "clip.vision.image_mean": mean,
         "clip.vision.image_std": std, "clip.vision.attention.layer_norm_epsilon": eps,
     }  # fmt: skip
-    if tower.activation != "quick_gelu":
+    if tower.activation != "quick_gelu" or tower.sam is not None:  # which says it of SAM
         keys["clip.use_silu" if tower.activation == "silu" and tower.sam is None else "clip.use_gelu"] = True
     is_scale = tower.projector in ("pooled", "joined", "scaled")
     if label != "pixtral" or not is_scale:
@@ -223,7 +229,7 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     if (sam := tower.sam) is not None:
         keys |= {"clip.vision.sam.block_count": sam.num_layers, "clip.vision.sam.embedding_length": sam.hidden_size,
                  "clip.vision.sam.head_count": sam.num_heads, "clip.vision.window_size": sam.window,
-                 "clip.vision.attention.head_count_kv": tower.key_heads}  # fmt: skip
+                 "clip.vision.attention.head_count_kv": tower.key_heads or tower.num_heads}  # fmt: skip
     if tower.shrinks is not None:
         keys["clip.vision.wa_layer_indexes"] = [tower.shrinks]
     if tower.key_heads:

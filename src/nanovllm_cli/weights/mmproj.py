@@ -7,6 +7,7 @@ left aside: what hears, where nothing here does so, and the embedding of a token
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Collection
 from dataclasses import replace
@@ -41,6 +42,8 @@ from nanovllm_cli.weights.weight_reader import GGUFReader
 
 ANOTHER_FILE = "--mmproj names the file that belongs to the model: mmproj-….gguf, from where the model is"
 _BATCHES = {"v.class_embd", "v.position_embd.weight"}
+_ROWS = {"v.class_embd", "v.image_newline", "v.view_seperator"}
+"""Each of them one, or a matrix of one."""
 _FRONT_BIAS = re.compile(r"front\d\.bias")
 _HEARS = re.compile(r"a\.|mm\.a\.")
 _UNREAD = re.compile(r"a\..*|mm\.a\..*|v\.token_embd\.img_break|v\.view_seperator")
@@ -177,6 +180,9 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     names = names_in_gguf(spec, shapes)
     if spec.lead:
         shapes |= {name: _of_a_batch(shapes[name]) for name in _BATCHES & shapes.keys()}
+    if spec.sam is not None and spec.sam.beside:
+        shapes |= {name: (math.prod(shapes[name]),) for name in _ROWS & shapes.keys()}
+        shapes.pop("v.patch_embd.weight", None)  # whose patches are SAM's rows
     wanted: dict[str, tuple[int, ...]] = {}
     stored = stored_shapes(_of_one_frame(spec), of_file=True)
     for ours, (rows, *others) in stored.items():

@@ -36,10 +36,11 @@ _EXPERT = re.compile(r"\.mlp\.(?:experts\.(\d{1,6})\.|gate\.weight_1$)")
 _NUM_LAYERS = "num_hidden_layers", "block_count"
 _SEES = (
     "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator",
+    "model.vision_model.", "model.image_newline",
     "vision_model.", "vision_tower.", "vit_large_projector.", "audio_tower.", "siglip2.", "merger.",
 )  # fmt: skip
 """Where the part that writes has no prefix: in Qwen2-VL, in what thinks in a Qwen's Omni, in PaddleOCR-VL, HunYuan-VL,
-DeepSeek-OCR 2, Step3-VL, dots.ocr and Youtu-VL."""
+both DeepSeek-OCRs, Step3-VL, dots.ocr and Youtu-VL."""
 
 
 def family_of(checkpoint: Checkpoint) -> Family:

@@ -3,23 +3,30 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.text.builtin_templates import builtin_template
 from nanovllm_cli.text.byte_tokenizer import byte_tokenizer
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.random_weights import RandomCheckpoint
+from nanovllm_cli.weights.tensor_names import family_of
 
 
 def load_tokenizer(checkpoint: Checkpoint) -> Tokenizer:
-    """Bytes for made-up weights. Raises what the tokenizer's own readers raise."""
+    """Bytes for made-up weights. With the template that its family means, where it brings none. Raises what the tokenizer's own
+    readers raise."""
     if isinstance(checkpoint, RandomCheckpoint):
         return byte_tokenizer()
-    if checkpoint.format == "gguf":
-        return Tokenizer.from_gguf(checkpoint.config)
-    return Tokenizer.from_folder(folder_of(checkpoint.path))
+    is_file = checkpoint.format == "gguf"
+    tokenizer = Tokenizer.from_gguf(checkpoint.config) if is_file else Tokenizer.from_folder(folder_of(checkpoint.path))
+    with suppress(NanovllmError):  # a tokenizer needs no model that is known
+        if "default" not in tokenizer.chat_templates and (template := family_of(checkpoint).template):
+            tokenizer.chat_templates["default"] = builtin_template(template)
+    return tokenizer
 
 
 def check_size(tokenizer: Tokenizer, vocab_size: int) -> None:

@@ -227,7 +227,7 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.flatten(stored.dim() - 3) if stored.dim() > 2 and stored.shape[-2:] == (1, 1) else stored
     if spec.sam is not None and ours == "positions.weight":
         return stored.flatten(0, 2)
-    if ours == "separator.weight":
+    if spec.sam is not None and ours in ("separator.weight", "line_end.weight", "behind.lead"):
         return stored.flatten()
     if ours == "patch.weight":
         if spec.taps:
