@@ -27,6 +27,8 @@ from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
 from nanovllm_cli.vision_spec import Image, TokenIds
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
@@ -113,6 +115,17 @@ def got(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"size": {"height": 16, "width": 16}}))
     write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[2], chat_template=BUILTIN_TEMPLATES["got-ocr"])
     return model, folder
+
+
+def test_what_is_shown_of_it(got: tuple[Any, Path], doors: Doors) -> None:
+    """Its layers are SAM's, and its head is one, whatever is in front of its name."""
+    config, folder = got[0].config, str(got[1])
+    _, out, _ = doors.command("models", "show", folder)
+    layers, width = config.vision_config.num_hidden_layers, config.vision_config.hidden_size
+    assert f"of 4 x 4 pixels; read by {layers} layers of {width}, " in out
+    classes = {each["class"]: each for each in json.loads(doors.command("models", "show", folder, "--json")[1])["tensors"]}
+    assert classes["head"]["numbers"] == config.text_config.vocab_size * config.text_config.hidden_size
+    assert "other" not in classes
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
