@@ -137,6 +137,39 @@ def render(source: str, *messages: dict[str, Any], **options: Any) -> str:
     return ChatTemplate(source).render(list(messages), **options)
 
 
+LLAVA = (
+    "{% for message in messages %}{{ message['role'].upper() + ': ' }}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'image') %}{{ '<image>\n' }}{% endfor %}"
+    "{% for part in message['content'] | selectattr('type', 'equalto', 'text') %}{{ part['text'] + ' ' }}{% endfor %}{% endfor %}"
+    "{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
+)
+SMOLVLM = (
+    "{% for message in messages %}{{ message['role'] | capitalize }}"
+    "{% if message['content'][0]['type'] == 'image' %}{{ ':' }}{% else %}{{ ': ' }}{% endif %}"
+    "{% for line in message['content'] %}{% if line['type'] == 'text' %}{{ line['text'] }}{% else %}{{ '<image>' }}{% endif %}"
+    "{% endfor %}<end_of_utterance>\n"
+    "{% endfor %}{% if add_generation_prompt %}{{ 'Assistant:' }}{% endif %}"
+)
+
+
+@pytest.mark.parametrize("source", [LLAVA, SMOLVLM, "{% for m in messages %}{{ m.content[0]['text'] + m.role }}{% endfor %}"])
+def test_templates_that_read_parts_alone_lose_no_text(source: str) -> None:
+    """Of models that see; some fail where a message is a text."""
+    from transformers.utils.chat_template_utils import render_jinja_template
+
+    def parts(text: str) -> list[dict[str, str]]:
+        return [{"type": "text", "text": text}]
+
+    template = ChatTemplate(source)
+    picture = user([{"type": "text", "text": "What is it?"}, {"type": "image"}])
+    said = [SYSTEM, picture, assistant("A dog."), user("And now?")]
+    told = [each if each is picture else {**each, "content": parts(each["content"])} for each in said]
+    expected = render_jinja_template([told], chat_template=source, add_generation_prompt=True)[0][0]
+    assert template.render(said) == expected == template.render(told)
+    assert template.render([*said, assistant("A c")], continue_final_message=True).endswith("A c")
+    assert ChatTemplate("{{ messages[0].content }}").render([user("a")]) == "a"
+
+
 def test_json_is_written_as_transformers_writes_it() -> None:
     data = {"b": "<\u00e9 & '\">", "a": [1, 2.5, None, True]}
     assert render("{{ x | tojson }}", x=data) == json.dumps(data, ensure_ascii=False)

@@ -119,6 +119,15 @@ def test_texts_of_a_role_in_a_row_are_one_where_the_template_refuses_two() -> No
     assert template_messages(named, ALTERNATING) == named
 
 
+def test_turns_stay_apart_where_the_template_reads_parts_alone() -> None:
+    """What it makes of roles is tried out by such messages as it reads."""
+    source = "{% for m in messages %}{{ m.role }}{% for part in m.content %}{{ part.text }}{% endfor %}{% endfor %}"
+    template = ChatTemplate(source)
+    talk = said(("system", "s"), ("user", "a"), ("user", "b"), ("assistant", "c"), ("assistant", "d"), ("user", "e"))
+    assert template_messages(talk, template) == talk
+    assert template.render(talk) == "systemsuserauserbassistantcassistantdusere"
+
+
 def test_a_second_system_is_not_lost() -> None:
     """gpt-oss' template writes the first alone, DeepSeek-R1's the last."""
     talk = said(("system", "s"), ("system", "t"), ("user", "a"), ("user", "b"))

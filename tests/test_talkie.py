@@ -19,8 +19,9 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from engines import greedy, worker_for
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.families import spec_from_gguf, spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.registry_gguf import gguf_family
 from quantizing import quantize
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
 from test_convert import SETTINGS, TINY
@@ -287,9 +288,17 @@ def test_gains_that_are_missing_or_none(change: dict[str, torch.Tensor | None], 
     [
         ({"attention_bias": True}, "a Talkie whose 'attention_bias' is true"),
         ({"tie_word_embeddings": True}, "a Talkie whose 'tie_word_embeddings' is true"),
+        ({"partial_rotary_factor": 0.5}, "a Talkie that rotates 16 of 32 dims"),
         ({"hidden_act": "relu"}, "activation 'relu' is not supported"),
     ],
 )
 def test_configs_of_others(said: dict[str, Any], message: str) -> None:
     with pytest.raises(UnsupportedError, match=message):
         spec_from_hf(CONFIG | said, hf_family(CONFIG))
+
+
+def test_a_file_whose_heads_turn_in_part(made: Path) -> None:
+    """Rows are mirrored in whole heads."""
+    keys = fields(made) | {"talkie.rope.dimension_count": 16}
+    with pytest.raises(UnsupportedError, match="a Talkie that rotates 16 of 32 dims"):
+        spec_from_gguf(keys, gguf_family(keys), 4096, set(tensors(made)), lambda name: None)

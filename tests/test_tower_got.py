@@ -3,6 +3,7 @@ one page and about two, what is refused. Rows, steps: test_towers.py, test_visio
 
 from __future__ import annotations
 
+import copy
 import json
 from pathlib import Path
 from typing import Any
@@ -10,12 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from peft import LoraConfig, get_peft_model
 from PIL import Image as pillow
 from transformers import AutoModelForImageTextToText
 from transformers.models.got_ocr2.image_processing_pil_got_ocr2 import GotOcr2ImageProcessorPil
 from transformers.models.got_ocr2.processing_got_ocr2 import GotOcr2Processor
 
-from engines import random_model, save
+from engines import random_model, save, worker_for
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
 from nanovllm_cli.errors import CheckpointError, TemplateError, UnsupportedError
 from nanovllm_cli.images.reading import read_image
@@ -27,10 +29,13 @@ from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES
 from nanovllm_cli.vision_spec import Image, TokenIds
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
 from test_mmproj import with_merges
+from test_quant_engine import difference, logits_of
 from test_tower_memory import Held
 from test_vision import MODELS
 
@@ -113,6 +118,38 @@ def got(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
     (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES | {"size": {"height": 16, "width": 16}}))
     write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[2], chat_template=BUILTIN_TEMPLATES["got-ocr"])
     return model, folder
+
+
+def test_what_is_shown_of_it(got: tuple[Any, Path], doors: Doors) -> None:
+    """Its layers are SAM's, and its head is one, whatever is in front of its name."""
+    config, folder = got[0].config, str(got[1])
+    _, out, _ = doors.command("models", "show", folder)
+    layers, width = config.vision_config.num_hidden_layers, config.vision_config.hidden_size
+    assert f"of 4 x 4 pixels; read by {layers} layers of {width}, " in out
+    classes = {each["class"]: each for each in json.loads(doors.command("models", "show", folder, "--json")[1])["tensors"]}
+    assert classes["head"]["numbers"] == config.text_config.vocab_size * config.text_config.hidden_size
+    assert "other" not in classes
+
+
+@pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing` is deprecated:FutureWarning")  # what PEFT asks transformers
+@pytest.mark.filterwarnings("ignore:Setting `save_embedding_layers`:UserWarning")
+def test_adapters_of_its_text_alone_are_taken(got: tuple[Any, Path], tmp_path: Path) -> None:
+    """Against PEFT; one of what images are read by is refused by name."""
+    model, folder = got
+    ids = [5, 80, 17, 200, 33]
+    for name, modules in (("text", r".*language_model.*(q_proj|down_proj)"), ("all", "all-linear")):
+        torch.manual_seed(1)
+        own = LoraConfig(r=3, target_modules=modules, init_lora_weights=False)
+        trained: Any = get_peft_model(copy.deepcopy(model), own)
+        trained.save_pretrained(tmp_path / name)
+        if name == "text":
+            with torch.no_grad():
+                wanted = trained(input_ids=torch.tensor([ids])).logits[0]
+    assert difference(logits_of(worker_for(folder, lora=[(str(tmp_path / "text"), 1.0)]), [ids]), wanted) < 1e-5
+    refusal = r"an adapter of what images are read by \(model\.multi_modal_projector\."
+    with pytest.raises(UnsupportedError, match=refusal) as caught:
+        worker_for(folder, lora=[(str(tmp_path / "all"), 1.0)])
+    assert "merge" in str(caught.value.hint)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

@@ -144,6 +144,18 @@ def test_tokenizers_agree_with_themselves_and_with_transformers(tmp_path: Path) 
     assert differences(OurWords(TINY), OurWords(tmp_path / "m.gguf")) == []
 
 
+def test_what_generation_config_alone_ends_an_answer_by_is_an_end(tmp_path: Path) -> None:
+    """A GGUF file has it among its tokenizer's own."""
+    folder, file = tmp_path / "m", tmp_path / "m.gguf"
+    shutil.copytree(TINY, folder)
+    ends = [*OurWords(TINY).tokenizer.eos_ids, 5]
+    (folder / "generation_config.json").write_text(json.dumps({"eos_token_id": ends}))
+    quantize("q8_0", file, folder)
+    assert OurWords(folder).ends == set(ends)
+    assert differences(OurWords(folder), OurWords(file)) == []
+    assert any("tokens that end" in line for line in differences(OurWords(TINY), OurWords(folder)))
+
+
 def test_a_changed_tokenizer_or_template_is_found(tmp_path: Path) -> None:
     other = tmp_path / "m"
     shutil.copytree(TINY, other)

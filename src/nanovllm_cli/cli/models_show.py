@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.planning.facts import Facts
     from nanovllm_cli.progress import LoadProgress
     from nanovllm_cli.text.tokenizer import Tokenizer
+    from nanovllm_cli.vision_spec import TowerSpec
     from nanovllm_cli.weights.checkpoint import Checkpoint
     from nanovllm_cli.weights.source import ResolvedModel
 
@@ -191,6 +192,13 @@ def _images(facts: Facts) -> dict[str, int]:
     return {"tokens": most_tokens(facts.vision), "bytes": vision_bytes(facts.vision, torch.bfloat16)}
 
 
+def _layers_in_words(tower: TowerSpec) -> str:
+    """SAM's are others than those behind it, if there are any."""
+    kinds = [(tower.num_layers, tower.hidden_size)] if tower.num_layers else []
+    kinds = kinds if tower.sam is None else [(tower.sam.num_layers, tower.sam.hidden_size), *kinds]
+    return " and ".join(f"{count} layers of {width:,}" for count, width in kinds)
+
+
 def _sounds(facts: Facts) -> dict[str, int]:
     """Empty of a model that hears nothing. tokens: for a minute, of about that; bytes: of what hears it, in 16 bits."""
     if (hearing := facts.hearing) is None:
@@ -261,7 +269,7 @@ def _print(
     if (vision := facts.vision) is not None:
         tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
         lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
-                                   f"{tower.num_layers} layers of {tower.hidden_size:,}, {size(num_bytes)} in 16 bits"))
+                                   f"{_layers_in_words(tower)}, {size(num_bytes)} in 16 bits"))
     if (hearing := facts.hearing) is not None:
         ear, (tokens, num_bytes) = hearing.tower, _sounds(facts).values()
         lines.insert(3, ("sounds", f"{tokens:,} tokens for a minute; heard by {ear.num_layers} layers of {ear.hidden_size:,}, "

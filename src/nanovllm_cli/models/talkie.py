@@ -11,10 +11,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
-from nanovllm_cli.models.family import Family, GGUFField, GGUFTable, ReadValues, check_usual, has_all
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, GGUFTable, ReadValues, check_usual, has_all
 from nanovllm_cli.models.names import MATRICES, TALKIE_GAINS
 from nanovllm_cli.models.rotary import normed_when_turned
 from nanovllm_cli.norm_spec import NormSpec
@@ -51,7 +51,11 @@ def _with(spec: ModelSpec, layers: Sequence[_Layer], where: str) -> ModelSpec:
     return replace(spec, blocks=tuple(blocks))
 
 
-def _plain(spec: ModelSpec, eps: float) -> ModelSpec:
+def _plain(spec: ModelSpec, eps: float, where: str) -> ModelSpec:
+    """Where heads turn whole, so that whole ones are mirrored in files."""
+    rope, head_dim = spec.attention.rope, spec.attention.head_dim
+    if rope is not None and rope.dim != head_dim:
+        raise UnsupportedError(f"{where}: a Talkie that rotates {rope.dim} of {head_dim} dims", ANOTHER)
     spec = replace(spec, norm=NormSpec(eps, gains=False), embedding_normed=True)
     return normed_when_turned(spec, qk_gains=False)
 
@@ -59,7 +63,7 @@ def _plain(spec: ModelSpec, eps: float) -> ModelSpec:
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     """With numbers as they are before a training, which made-up weights have."""
     check_usual(read, "a Talkie", attention_bias=False, mlp_bias=False, tie_word_embeddings=False)
-    spec = _plain(spec, _EPS).each_rope(lambda rope: replace(rope, backwards=True))
+    spec = _plain(spec, _EPS, read.where).each_rope(lambda rope: replace(rope, backwards=True))
     added = (2 * spec.num_layers) ** -0.5
     layer = _Layer((1.0,) * spec.attention.num_heads, (added, added, 0.0))
     return _with(spec, [layer] * spec.num_layers, read.where)
@@ -89,7 +93,7 @@ def _from_tensors(spec: ModelSpec, values: ReadValues, where: str) -> ModelSpec:
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
-    return replace(_plain(spec, spec.norm.eps), logit_scale=read.number(key("logit_scale")))
+    return replace(_plain(spec, spec.norm.eps, read.where), logit_scale=read.number(key("logit_scale")))
 
 
 def _from_gguf_tensors(spec: ModelSpec, values: ReadValues, where: str) -> ModelSpec:

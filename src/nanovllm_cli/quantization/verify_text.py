@@ -14,7 +14,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import folder_of
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from nanovllm_cli.weights.tokenizer import load_tokenizer
+from nanovllm_cli.weights.tokenizer import end_ids, load_tokenizer
 
 Messages = Sequence[Mapping[str, Any]]
 CHATS: tuple[Messages, ...] = (
@@ -44,8 +44,9 @@ class OurWords:
     def __init__(self, path: Path) -> None:
         with open_checkpoint(path) as checkpoint:
             self.tokenizer: Tokenizer = load_tokenizer(checkpoint)
-            answers = read_spec(checkpoint, open_reader(checkpoint)).has_head
-        self.ends: set[int] | None = set(self.tokenizer.eos_ids) if answers else None
+            spec = read_spec(checkpoint, open_reader(checkpoint))
+            ends = end_ids(checkpoint.generation_config, self.tokenizer, spec.vocab_size)
+        self.ends: set[int] | None = set(ends) if spec.has_head else None
         self.controls: dict[str, int] | None = dict(self.tokenizer.control_tokens)
 
     def encode(self, text: str) -> list[int]:

@@ -13,7 +13,7 @@ import json
 import re
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from datetime import datetime
-from functools import cache
+from functools import cache, cached_property
 from typing import Any, NamedTuple
 
 import jinja2
@@ -108,7 +108,8 @@ class ChatTemplate:
 
         `continue_final_message`: the prompt ends inside the last message, for the model to go on with. `now`: the date
         that the template may write. Raises TemplateError where the template refuses the messages, fails or exceeds its
-        limits, UsageError for messages that are not plain JSON data.
+        limits, UsageError for messages that are not plain JSON data. Where the template loses texts and writes parts, texts are
+        parts for it.
         """
         plain = [_with_reasoning(message) for message in _plain_messages(messages)]
         shaped = _plain(list(tools)) if tools is not None else None
@@ -121,10 +122,26 @@ class ChatTemplate:
             "add_generation_prompt": add_generation_prompt and not continue_final_message,
             **{name: _plain(value) for name, value in kwargs.items()},
         }
-        if not continue_final_message:
-            return self._run(values, now)
-        _mark_end(plain)
-        return _cut_at_mark(self._run(values, now))
+        if continue_final_message:
+            _mark_end(plain)
+        if self._reads_parts_alone:
+            values["messages"] = [_in_parts(message) for message in plain]
+        text = self._run(values, now)
+        return _cut_at_mark(text) if continue_final_message else text
+
+    @cached_property
+    def _reads_parts_alone(self) -> bool:
+        """Whether of a message that is a text nothing is written, as by those of many models that see: tried out."""
+
+        def is_written(message: Message) -> bool:
+            given = {"messages": [message], "tools": None, "documents": None, "add_generation_prompt": True}
+            try:
+                return "needle" in self._run(self._variables | given, None)
+            except TemplateError:
+                return False
+
+        asked = {"role": "user", "content": "needle"}
+        return not is_written(asked) and is_written(_in_parts(asked))
 
     def _run(self, values: dict[str, Any], now: datetime | None) -> str:
         given = sum(map(len, strings(values)))
@@ -336,6 +353,11 @@ def _with_reasoning(message: dict[str, Any]) -> dict[str, Any]:
     given: Iterable[Any] = (message.get(name) for name in _REASONING_FIELDS)
     reasoning = next((value for value in given if value is not None), None)
     return message if reasoning is None else {"thinking": reasoning, **message, "reasoning_content": reasoning}
+
+
+def _in_parts(message: Mapping[str, Any]) -> dict[str, Any]:
+    content = message.get("content")
+    return {**message, "content": [{"type": "text", "text": content}]} if isinstance(content, str) else dict(message)
 
 
 # Ends in a space: whether that survives tells whether the template trims the message.

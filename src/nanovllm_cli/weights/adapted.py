@@ -39,6 +39,7 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.saved_names import in_one_row
 from nanovllm_cli.weights.stacked import holds_several, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
+from nanovllm_cli.weights.vision import is_of_tower
 from nanovllm_cli.weights.weight_reader import WeightReader
 
 Sums = Mapping[str, Sequence[LowRank]]
@@ -159,6 +160,9 @@ def _fitted(
             raise CheckpointError(f"{adapter.path}: what is added to {known} is there twice", DOWNLOAD_AGAIN)
         else:
             fitted[known] = added._replace(up=_reordered(added.up, ours[known], adapter, checkpoint, spec))
+    seeing = [name for name in strangers if is_of_tower(name)]
+    if seeing and any(map(is_of_tower, checkpoint.names())):
+        raise UnsupportedError(f"{adapter.path}: an adapter of what images are read by ({seeing[0]})", MERGE_FIRST)
     if strangers:
         raise UsageError(f"{adapter.path}: no such weights in {checkpoint.path}: {some(strangers)}", _other(adapter))
     for name, whole in adapter.copies.items():

@@ -15,11 +15,15 @@ _MARKS = (
     ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.")),
     ("per layer", (".proj.weight",)),
 )
+_OUTER = "language_model.", "thinker."
+"""What heads of models that see or hear may begin with."""
 CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
 def class_of(name: str) -> str:
     """One of CLASSES. A head's name begins with its mark: blk.0.attn_output.weight is another."""
+    for outer in _OUTER:
+        name = name.removeprefix(outer)
     for kind, marks in _MARKS:
         if any(name.startswith(mark) if kind == "head" else mark in name for mark in marks):
             return kind

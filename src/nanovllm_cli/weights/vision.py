@@ -51,6 +51,11 @@ _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _PLACES = "{i}", "{j}"
 
 
+def is_of_tower(name: str) -> bool:
+    """Whether a folder's tensor is of what images are read by, by its name."""
+    return _ROOT.match(name) is not None
+
+
 def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
     """What a model sees by. None where it is of a kind that doesn't see, or its folder lacks all of the tower's tensors, or it is
     a GGUF file.
@@ -60,7 +65,7 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
     family = tower_family(checkpoint.config) if checkpoint.format == "hf" else None
     if family is None or checkpoint.config.get("vision_config") is None:
         return None
-    if not any(_ROOT.match(name) for name in checkpoint.names()):
+    if not any(map(is_of_tower, checkpoint.names())):
         return None
     return family.read(ConfigReader(checkpoint.config, "config.json"), settings_of(folder_of(checkpoint.path), "image_processor"))
 
@@ -107,7 +112,7 @@ def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> 
     """See `tower_parts`."""
     family = tower_family(checkpoint.config)
     assert family is not None
-    plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if _ROOT.match(name)}
+    plain = {name: _ROOT.sub(_plain_root, name, count=1) for name in reader.names() if is_of_tower(name)}
     unread = _UNREAD if spec.shrinks is not None else _UNREAD_WHOLE
     plain = {name: own for name, own in plain.items() if not (unread.fullmatch(own) or _is_behind(own, family, spec))}
     return compared(checkpoint.path, reader, plain, family.names, stored_shapes(spec))
