@@ -244,6 +244,8 @@ def test_the_template_for_answers_counts(tmp_path: Path) -> None:
     folder = folder_of(tmp_path / "m", DENSE, weights(DENSE | {"moe_intermediate_size": 0}))
     (folder / "chat_template_generation.jinja").write_text("{{ messages[0].content }}!")
     assert Tokenizer.from_folder(folder).chat_templates["default"] == "{{ messages[0].content }}!"
+    (folder / "config.json").write_text('{"model_type": "llama"}')  # whose file of that name is for training
+    assert Tokenizer.from_folder(folder).chat_templates == Tokenizer.from_folder(TINY).chat_templates
 
 
 # ---- what is left out, and what is refused ----

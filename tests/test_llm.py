@@ -166,7 +166,7 @@ def test_texts_and_ids_one_or_several_give_what_transformers_gives(model: Model,
     assert [output.outputs[0].text for output in together] == [text_of(ids) for ids in expected]
     assert [output.prompt_token_ids for output in together[:2]] == [tuple(b"Once upon a time"), tuple(b"Once")]
     for prompt, ids in zip(prompts[:2], expected, strict=False):
-        (alone,) = llm.generate(prompt, greedy(16))
+        (alone,) = llm.generate(prompt, sampling_params=greedy(16))
         assert ids_of(alone) == ids
         assert alone.finished
         assert alone.outputs[0].finish_reason == "length"
@@ -533,8 +533,9 @@ def test_a_config_that_is_none_is_refused_by_name() -> None:
 def test_settings_by_name_are_a_config(llm: LLM) -> None:
     """As vLLM has them, and some by its names."""
     settings = {"max_model_len": 64, "dtype": "float32", "enforce_eager": True, "quantization": "int8"}
-    settings["num_gpu_blocks_override"] = 8
-    wanted = EngineConfig(max_model_len=64, dtype="float32", eager=True, quant="int8", num_blocks=8)
+    settings |= {"num_gpu_blocks_override": 8, "hf_overrides": {"rms_norm_eps": 1e-4}}
+    changed: Any = {"rms_norm_eps": 1e-4}
+    wanted = EngineConfig(max_model_len=64, dtype="float32", eager=True, quant="int8", num_blocks=8, overrides=changed)
     assert engine_config(None, settings) == wanted
     assert engine_config(wanted, {}) is wanted
     with LLM("tiny", max_model_len=48, tensor_parallel_size=1) as short:
@@ -547,6 +548,7 @@ def test_settings_by_name_are_a_config(llm: LLM) -> None:
         (None, {"max_len": 5}, "there is no setting 'max_len'", "max_model_len"),
         (None, {"trust_remote_code": True}, "there is no setting 'trust_remote_code'", "leave it out"),
         (None, {"seed": 0}, "there is no setting 'seed'", "SamplingParams"),
+        (None, {"enable_lora": True}, "there is no setting 'enable_lora'", "lora_modules"),
         (None, {"zzz": 0}, "there is no setting 'zzz'", "known: dtype"),
         (None, {"eager": True, "enforce_eager": True}, "eager is given twice", None),
         (None, {"max_model_len": 0}, "max_model_len must be at least 1", None),

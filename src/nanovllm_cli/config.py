@@ -41,7 +41,8 @@ MAX_SCALE = 1e6
 MAX_LORA_MODULES = 64
 MAX_LORA_NAME = 200
 _NAMES_OF_VLLM = {"enforce_eager": "eager", "quantization": "quant", "num_gpu_blocks_override": "num_blocks",
-                  "kv_cache_memory_bytes": "kv_cache_bytes", "scheduling_policy": "policy"}  # fmt: skip
+                  "kv_cache_memory_bytes": "kv_cache_bytes", "scheduling_policy": "policy",
+                  "hf_overrides": "overrides"}  # fmt: skip
 _HABITS = {
     "trust_remote_code": "no code that comes with a model is ever run: leave it out",
     "seed": "each request has its own: SamplingParams(seed=…)",
@@ -50,6 +51,13 @@ _HABITS = {
     "disable_log_stats": "nothing is logged unasked: leave it out",
     "speculative_config": "settings of their own say it: draft_model, mtp, num_speculative_tokens",
     "limit_mm_per_prompt": "images are bounded by the context alone: leave it out",
+    "enable_lora": "adapters need no leave: lora_modules, or SamplingParams(lora=…)",
+    "enable_chunked_prefill": "prompts are always read in chunks, of max_num_batched_tokens: leave it out",
+    "cpu_offload_gb": "n_gpu_layers and n_cpu_moe say what stays in the machine's memory",
+    "download_dir": "HF_HUB_CACHE in the environment says where downloads are kept",
+    "load_format": "a folder's or file's form is seen: leave it out",
+    "task": "what a model can do is seen: generate, chat, embed, rank",
+    "runner": "what a model can do is seen: generate, chat, embed, rank",
 }
 """Of vLLM's settings, what to do here instead."""
 RopeKind = Literal["none", "linear", "dynamic", "yarn"]

@@ -238,21 +238,21 @@ class LLM:
     # ---- generating ----
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], params: Params = None, *, progress: Progress | None = None
+        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: Progress | None = None
     ) -> list[RequestOutput]:
         """One output per prompt, in their order; all run together.
 
-        prompts: see `Prompt`, or a list of these. params: for all, or one for each; None takes the model's own defaults. Raises
-        UsageError and PromptTooLongError before anything runs.
+        prompts: see `Prompt`, or a list of these. sampling_params: for all, or one for each; None takes the model's own defaults.
+        Raises UsageError and PromptTooLongError before anything runs.
         """
         asked = listed(prompts)
-        outputs = self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in asked], params, progress)
+        outputs = self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in asked], sampling_params, progress)
         return [output._replace(prompt=text_of(prompt)) for output, prompt in zip(outputs, asked, strict=True)]
 
     def chat(
         self,
         messages: Sequence[Message] | Sequence[Sequence[Message]],
-        params: Params = None,
+        sampling_params: Params = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
         template_kwargs: Mapping[str, Any] | None = None,
@@ -264,12 +264,12 @@ class LLM:
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
         encoded = [self.encode_chat(c, tools=tools, template_kwargs=template_kwargs) for c in conversations]
-        return self._generate(encoded, params, progress)
+        return self._generate(encoded, sampling_params, progress)
 
-    def stream(self, prompt: Prompt, params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
+    def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
-        (params,) = params_for(self.default_params if params is None else params, 1)
+        (params,) = params_for(self.default_params if sampling_params is None else sampling_params, 1)
         self.prepare([params])
         ids, request_id = token_ids(prompt, self.tokenizer.encode), self._new_id()
         try:

@@ -29,8 +29,9 @@ MAX_VOCABULARY_BYTES = 512 << 20
 MAX_CONFIG_BYTES = 32 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
-_SINGLE_TEMPLATES = ("chat_template.jinja", "chat_template_generation.jinja")
-"""The last one that is there counts: K2 Horizon 0.9B has what it is served with beside an older one."""
+_SINGLE_TEMPLATE = "chat_template.jinja"
+_OWN_TEMPLATES = {"k2_horizon": "chat_template_generation.jinja"}
+"""Of kinds of models that have what they are served with beside an older one. Elsewhere such a file is for training."""
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
@@ -262,6 +263,8 @@ def _content(value: Any) -> str | None:
 def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     """Chat templates by name; the files decide over the configuration, as on the hub."""
     found: dict[str, str] = {}
+    kind = _read_object(folder / "config.json").get("model_type")
+    own = [name for model_type, name in _OWN_TEMPLATES.items() if model_type == kind]
     listed = config.get("chat_template") or _read_object(folder / "chat_template.json").get("chat_template")
     if isinstance(listed, str):
         found["default"] = listed
@@ -270,8 +273,8 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
         for entry in entries:
             if isinstance(entry, dict) and isinstance(entry.get("template"), str):
                 found[str(entry.get("name", "default"))] = entry["template"]
-    for single in map(folder.joinpath, _SINGLE_TEMPLATES):
-        if single.is_file():
+    for name in (_SINGLE_TEMPLATE, *own):
+        if (single := folder / name).is_file():
             found["default"] = _read_text(single, MAX_TEMPLATE_BYTES)
     for directory in ("chat_templates", "additional_chat_templates"):
         for path in sorted((folder / directory).glob("*.jinja"))[:_MAX_TEMPLATES]:
