@@ -315,6 +315,9 @@ def test_of_a_baichuan_the_larger_one_does_not_rotate() -> None:
     spec = spec_from_gguf(metadata, gguf_family(metadata), VOCAB, set(), lambda name: None)
     assert spec.attention.rope is None
     assert spec.distances is not None
+    del metadata["baichuan.attention.layer_norm_rms_epsilon"]
+    with pytest.raises(CheckpointError, match="layer_norm_rms_epsilon"):
+        spec_from_gguf(metadata, gguf_family(metadata), VOCAB, set(), lambda name: None)
 
 
 NAMES = {

@@ -332,7 +332,7 @@ def spec_from_gguf(
         rotates = family.no_rope_every is None or (i + 1) % family.no_rope_every
         blocks.append(BlockSpec(own if rotates else replace(own, rope=None), mlps[i]))
     eps, root = key("attention.layer_norm_epsilon"), key("attention.layer_norm_rms_epsilon")
-    eps = eps if family.layer_norm or not read.has(root) else root
+    eps = eps if family.layer_norm or (read.has(eps) and not read.has(root)) else root
     spec = ModelSpec(
         architecture=family.name,
         vocab_size=vocab_size,

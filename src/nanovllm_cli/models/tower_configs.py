@@ -146,7 +146,7 @@ def check_divides(vision: ConfigReader, side: int, size: int, parts: str) -> Non
 def check_squares(images: ConfigReader, side: int, what: str = "pieces") -> None:
     """CheckpointError where settings have another size than the squares that a tower reads."""
     size = images.section("size")
-    if (made := {size.integer(key, side) for key in ("height", "width")}) != {side}:
+    if (made := {size.integer(key, side) for key in ("height", "width", "shortest_edge")}) != {side}:
         raise CheckpointError(f"{images.where}: the tower reads {what} of {side} x {side} pixels, not {sorted(made)}", BROKEN)
 
 
