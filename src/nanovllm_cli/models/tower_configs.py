@@ -146,7 +146,8 @@ def check_divides(vision: ConfigReader, side: int, size: int, parts: str) -> Non
 def check_squares(images: ConfigReader, side: int, what: str = "pieces") -> None:
     """CheckpointError where settings have another size than the squares that a tower reads."""
     size = images.section("size")
-    if (made := {size.integer(key, side) for key in ("height", "width", "shortest_edge")}) != {side}:
+    keys = ("shortest_edge",) if size.has("shortest_edge") else ("height", "width")
+    if (made := {size.integer(key, side) for key in keys}) != {side}:
         raise CheckpointError(f"{images.where}: the tower reads {what} of {side} x {side} pixels, not {sorted(made)}", BROKEN)
 
 
