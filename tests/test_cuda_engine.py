@@ -86,6 +86,15 @@ def tokens(engine: Engine, params: SamplingParams, prompts: list[list[int]] = PR
     return [output.outputs[0].token_ids for output in run(engine, [(prompt, params) for prompt in prompts])]
 
 
+def recorded_tokens(folder: Path, count: int = 6) -> list[tuple[int, ...]]:
+    """Greedy ones of a GPU that records steps, which are those of one that does not."""
+    recorded = EmulatedDevice()
+    answers = tokens(engine_on(folder, recorded), greedy(count))
+    assert recorded.graphs
+    assert tokens(engine_on(folder, EmulatedDevice(), eager=True), greedy(count)) == answers
+    return answers
+
+
 @pytest.fixture(scope="module")
 def expected(folder: Path) -> list[tuple[int, ...]]:
     return tokens(engine_on(folder, None), greedy(8))

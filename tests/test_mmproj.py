@@ -515,6 +515,14 @@ def with_merges(folder: Path, words: list[str] = WORDS, text: str = "text_config
     return folder
 
 
+def check_sees_by_no_file(folder: Path) -> None:
+    """What it writes becomes a file, and of what it sees by is said that none does."""
+    with open_checkpoint(folder) as checkpoint:
+        plan = convert.plan(checkpoint, "gguf", "f32")
+    assert plan.tower is None
+    assert any("no file is written of what such a model sees by" in note for note in plan.notes)
+
+
 @pytest.fixture(scope="module")
 def chatting(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
     """A folder, and a file of its text, beside which there is what it sees by."""

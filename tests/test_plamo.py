@@ -22,7 +22,7 @@ from emulation.emulator import needs_emulation
 from engines import engine_for, greedy, num_parameters, run, worker_for
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
-from test_cuda_engine import PROMPTS, depend_on_the_request_alone, engine_on, tokens
+from test_cuda_engine import PROMPTS, depend_on_the_request_alone, recorded_tokens
 from test_cuda_quantized import worker_on
 from test_llamas import CASES as OTHERS
 from test_llamas import random_tensors as tensors_of_another
@@ -198,10 +198,7 @@ def test_guesses_and_few_blocks_change_nothing(model: tuple[Case, Tensors, Path]
 def test_a_gpus_tokens_are_the_formulas_but_for_ties(model: tuple[Case, Tensors, Path]) -> None:
     """As near as bf16 lets one see: the likeliest of so many tokens is more than three deviations from the mean."""
     case, found, path = model
-    recorded, eager = EmulatedDevice(), EmulatedDevice()
-    answers = tokens(engine_on(path, recorded), greedy(6))
-    assert recorded.graphs
-    assert tokens(engine_on(path, eager, eager=True), greedy(6)) == answers
+    answers = recorded_tokens(path)
     for prompt, answer in zip(PROMPTS, answers, strict=True):
         logits = expected(case, found, prompt + list(answer[:-1]))[len(prompt) - 1 :]
         lost = logits.amax(1) - logits.gather(1, torch.tensor(answer)[:, None])[:, 0]
@@ -240,10 +237,7 @@ def test_tokens_of_a_plamo_3_are_the_same_in_chunks_behind_prefixes_and_alone(qu
 @needs_emulation
 def test_a_plamo_3_on_a_gpu(third: Path) -> None:
     """Values narrower than keys, out of one matrix with them."""
-    recorded, eager = EmulatedDevice(), EmulatedDevice()
-    answers = tokens(engine_on(third, recorded), greedy(6))
-    assert recorded.graphs
-    assert tokens(engine_on(third, eager, eager=True), greedy(6)) == answers
+    recorded_tokens(third)
     on_gpu, on_cpu = worker_on(third, EmulatedDevice()), worker_for(third, dtype="bfloat16")
     assert difference(logits_of(on_gpu, PROMPTS), logits_of(on_cpu, PROMPTS)) < 0.05
 

@@ -26,12 +26,10 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes, work_bytes
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.vision_spec import Image
-from nanovllm_cli.weights import convert
-from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
-from test_mmproj import with_merges
+from test_mmproj import check_sees_by_no_file, with_merges
 from test_tower_memory import Held
 from test_vision import MODELS
 
@@ -148,10 +146,7 @@ def test_an_answer_about_an_image_is_transformers(tmp_path: Path) -> None:
         pad_token_id=0,
     )  # fmt: skip
     assert list(output.outputs[0].token_ids) == answer[0, len(ids) :].tolist()
-    with open_checkpoint(with_merges(folder, WORDS)) as checkpoint:
-        plan = convert.plan(checkpoint, "gguf", "f32")
-    assert plan.tower is None
-    assert any("no file is written of what such a model sees by" in note for note in plan.notes)
+    check_sees_by_no_file(with_merges(folder, WORDS))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

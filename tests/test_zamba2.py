@@ -19,7 +19,7 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.quantization.walk import Walk
 from same_answers import check_chunks_and_prefixes, check_guesses_and_few_blocks
-from test_cuda_engine import PROMPTS, engine_on, tokens
+from test_cuda_engine import PROMPTS, engine_on, recorded_tokens, tokens
 from test_cuda_quantized import worker_on
 from test_models import CASES, ZAMBA2, prompts
 from test_quant_engine import difference, expected_logits, logits_of
@@ -40,10 +40,7 @@ def test_a_gpu_gives_what_transformers_does_and_records_its_steps(tmp_path: Path
     }  # fmt: skip
     random = random_model(Zamba2Config(**config), dtype=torch.bfloat16)
     model, texts = save(random, tmp_path), [prompt[:12] for prompt in PROMPTS]
-    recorded, eager = EmulatedDevice(), EmulatedDevice()
-    answers = tokens(engine_on(model, recorded), greedy(6))
-    assert recorded.graphs
-    assert tokens(engine_on(model, eager, eager=True), greedy(6)) == answers
+    answers = recorded_tokens(model)
     assert [own[0] for own in answers] == [own[0] for own in tokens(engine_on(model, None), greedy(6))]
     assert difference(logits_of(worker_on(model, EmulatedDevice()), texts), expected_logits(random.float(), texts)) < 0.05
 
