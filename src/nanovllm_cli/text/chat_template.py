@@ -20,7 +20,7 @@ import jinja2
 
 from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.hearing_spec import Senses
-from nanovllm_cli.text.image_tokens import Marks, Sent, in_template, with_images, with_marks
+from nanovllm_cli.text.image_tokens import Marks, Sent, asked_words, in_template, with_images, with_marks
 from nanovllm_cli.text.own_text import OwnText
 from nanovllm_cli.text.template_budget import Budget, LimitExceeded
 from nanovllm_cli.text.template_sandbox import TemplateEnvironment, spending
@@ -187,12 +187,11 @@ def prepare_chat(
     order; senses: of the model that sees and hears them.
     """
     told = _plain_messages(messages)
-    asked = [] if senses is None else [word for sense in senses.all for word in sense.tokens.asked]
     marks: Marks = {}
     if senses is not None and images:
         told, marks = in_template(told, template.source, senses, images)
     inputs = _plain({"messages": told, "tools": tools, "documents": documents, "kwargs": kwargs})
-    veil = _Veil(tokenizer, template.source, inputs, {tokens.marker for tokens in marks.values()}, asked)
+    veil = _Veil(tokenizer, template.source, inputs, {tokens.marker for tokens in marks.values()}, asked_words(senses))
     veiled = {name: veil.over(value) for name, value in inputs.items()}
     text = template.render(
         veiled["messages"],

@@ -34,10 +34,14 @@ def in_vocabulary(senses: Senses, tokenizer: Tokenizer) -> Senses:
     return Senses.of(*map(known, senses.all))
 
 
+def asked_words(senses: Senses | None) -> list[str]:
+    """Control tokens that somebody's text may name; see `ImageTokens`."""
+    return [] if senses is None else [word for sense in senses.all for word in sense.tokens.asked]
+
+
 def asked_ids(senses: Senses | None, tokenizer: Tokenizer) -> list[int]:
-    """Of control tokens that answers show; see `ImageTokens`."""
-    words = [] if senses is None else [word for sense in senses.all for word in sense.tokens.asked]
-    ids = map(tokenizer.token_to_id, words)
+    """Of these, which answers show."""
+    ids = map(tokenizer.token_to_id, asked_words(senses))
     return [number for number in ids if number is not None]
 
 
