@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import SMALL, random_model, save
 from test_llm import write_byte_tokenizer
@@ -54,6 +55,18 @@ def png(width: int = 24, height: int = 16, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def kimi_as_published(folder: Path) -> None:
+    """A Kimi K2.5 that transformers has saved: names that it turns into others when it reads them, and not back when it writes."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        .replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+        .replace("model.mm_projector.", "mm_projector."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
 
 
 def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:

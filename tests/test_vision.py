@@ -29,9 +29,11 @@ from transformers import (
     GraniteDoclingConfig,
     HunYuanVLConfig,
     InternVLConfig,
+    Kimi_K25Config,
     Lfm2VlConfig,
     Lfm3VlConfig,
     LightOnOcrConfig,
+    Llama4Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
@@ -49,6 +51,7 @@ from transformers import (
     Qwen3VLConfig,
     SmolVLMConfig,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import fastvit
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
@@ -63,7 +66,7 @@ from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.text.image_tokens import on_canvases
 from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds, VisionSpec
-from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
+from seeing import hunyuan_as_published, kimi_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
@@ -182,6 +185,16 @@ MODELS: dict[str, Any] = {
         text_config=COHERE_TEXT, image_token_id=512, alignment_intermediate_size=56,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
     ),
+    "llama4": Llama4Config(
+        text_config=CASES["llama4, as published"].to_dict(), image_token_index=512,
+        vision_config=TOWER | {"intermediate_size": 128, "image_size": 32, "patch_size": 4, "projector_input_dim": 20,
+                               "projector_output_dim": 20, "vision_output_dim": 20},
+    ),
+    "kimi-k2.5": Kimi_K25Config(
+        text_config=CASES["deepseek v3, 3 of 5 and shared"].to_dict() | {"vocab_size": 513}, image_token_id=512,
+        projection_hidden_size=32, tie_word_embeddings=False, video_token_id=511,
+        vision_config=TOWER | {"patch_size": 4, "pos_emb_height": 5, "pos_emb_width": 5},
+    ),
     "llava": LlavaConfig(
         text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512,
         vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
@@ -254,9 +267,11 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
 """Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
-SQUARES = "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
+MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]  # a Llama 4's, which transformers 5.24 looks for there
+SQUARES = "llama4", "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
 """Of which transformers takes nothing but pixels."""
 IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "llama4": {"size": {"height": 32, "width": 32}}, "kimi-k2.5": {"patch_size": 4},
     "ovis2": {"crop_to_patches": True, "max_patches": 4, "size": {"height": 8, "width": 8}},
 }  # fmt: skip
 Part = int | Image | Picture
@@ -333,6 +348,11 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "pixel_values": squares}
     if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
+    if model.config.model_type == "kimi_k25":
+        sides = [[1, *(side // tower.patch_size for side in value.shape[1:])] for value in values]
+        patches = [value.unfold(1, side := tower.patch_size, side).unfold(2, side, side) for value in values]
+        flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(0, 1) for each in patches])
+        return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_answer}
@@ -391,6 +411,8 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
     model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
     save(model, folder)
+    if name == "kimi-k2.5":
+        kimi_as_published(folder)
     if name in IMAGE_SETTINGS:
         (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_SETTINGS[name]))
     worker = worker_for(folder, dtype="float32", **settings)

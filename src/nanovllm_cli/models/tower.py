@@ -56,6 +56,7 @@ class Tower(Projecting):
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
         queried: dict[int, torch.Tensor] = {}
+        read: dict[int, torch.Tensor] = {}
         for i in range(spec.num_layers):
             if i:
                 yield
@@ -66,6 +67,8 @@ class Tower(Projecting):
             if i == spec.shrinks:
                 x = self._shrunk(x)
                 everywhere = inside = attention(_of_one(x), spec.num_heads, spec.head_dim, x)
+            if i + 1 in spec.reads:
+                read[i + 1] = x.clone()
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -75,8 +78,10 @@ class Tower(Projecting):
         if spec.queries:
             added = tuple(queried[query.before] for query in spec.queries if query.before)
             return TowerRows(queried[0] if 0 in queried else torch.zeros_like(added[0]), added)
+        if spec.reads:
+            x = torch.cat([read[count] for count in spec.reads], dim=1)
         if spec.lead:
-            x = x.view(image.num_squares, -1, spec.hidden_size)[:, 1:].reshape(-1, spec.hidden_size)
+            x = x.view(image.num_squares, -1, x.shape[1])[:, 1:].reshape(-1, x.shape[1])
         if spec.post_norm:
             x = self._norm("post_norm", x)
         rows = self._projected(x, grid)
@@ -108,9 +113,13 @@ class Tower(Projecting):
             return none, none
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         of_lines, of_columns = frequencies[0::2], frequencies[1::2] if self.spec.dealt else frequencies[0::2]
-        line = (torch.arange(lines)[:, None] * of_lines)[:, None].expand(-1, columns, -1)
-        column = (torch.arange(columns)[:, None] * of_columns).expand(lines, -1, -1)
+        first = int(self.spec.lead)
+        line = (torch.arange(first, first + lines)[:, None] * of_lines)[:, None].expand(-1, columns, -1)
+        column = (torch.arange(first, first + columns)[:, None] * of_columns).expand(lines, -1, -1)
         angles = _cell_by_cell(torch.cat([line, column], dim=-1), merge, grid.order).view(-1, dim // 2)
+        if self.spec.lead:
+            assert squares == 1
+            angles = torch.cat([torch.zeros_like(angles[:1]), angles])
         return angles.cos().to(self._device, torch.float32), angles.sin().to(self._device, torch.float32)
 
     def _by_cell(self, grid: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:

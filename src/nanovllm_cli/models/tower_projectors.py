@@ -55,6 +55,9 @@ class Projecting(Querying):
                 return self._linear("projector.out", x)
             x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
             return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
+        if self.spec.projector == "shuffled":
+            x = activated(self._two_layers("projector", self._joined(x)), "gelu", gated=False)
+            return self._linear("projector.out", x)
         if self.spec.projector == "gated":
             x = self._linear("projector.first", self._linear("projector.join", self._joined(x)))
             x = activated(self._norm("projector.norm", x, eps), "gelu", gated=False)
@@ -82,7 +85,7 @@ class Projecting(Querying):
 
 def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """Of what is read here, by our names; see `tower_shapes`."""
-    hidden, joined = spec.hidden_size, spec.joins * spec.hidden_size
+    hidden, joined = spec.hidden_size, spec.joins * spec.hidden_size * max(1, len(spec.reads))
     shapes: dict[str, tuple[int, ...]] = {}
 
     def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
@@ -127,6 +130,11 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         bias = spec.bias or spec.projector_bias
         matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
         matrix("projector.down", spec.out_size, spec.projector_size, bias)
+        return shapes
+    if spec.projector == "shuffled":
+        matrix("projector.up", spec.projector_size, joined, bias=False)
+        matrix("projector.down", spec.projector_size, spec.projector_size, bias=False)
+        matrix("projector.out", spec.out_size, spec.projector_size, bias=False)
         return shapes
     if spec.projector == "gated":
         matrix("projector.join", spec.out_size, joined, bias=True)

@@ -59,7 +59,9 @@ from nanovllm_cli.models.towers_internvl import (
     internvl_chat,
     qianfan_ocr,
 )
+from nanovllm_cli.models.towers_kimi import KIMI_K25_NAMES, KIMI_UNREAD, KIMI_VL_NAMES, kimi_k25, kimi_vl
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
+from nanovllm_cli.models.towers_llama4 import LLAMA4_NAMES, llama4
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
@@ -228,6 +230,7 @@ _QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, Q
 _OMNI2_5, _OMNI3 = TowerFamily(omni2_5, OMNI2_5_NAMES), TowerFamily(qwen3_vl, OMNI3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 _GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
+_KIMI_K25 = TowerFamily(kimi_k25, KIMI_K25_NAMES, KIMI_UNREAD)
 _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
@@ -250,8 +253,12 @@ TOWERS: dict[str, TowerFamily] = {
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD),
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
+    "KimiVLForConditionalGeneration": TowerFamily(kimi_vl, KIMI_VL_NAMES),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
+    "Llama4ForConditionalGeneration": TowerFamily(llama4, LLAMA4_NAMES),
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
     "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
