@@ -196,19 +196,19 @@ class TowerSpec:
     bias, reads and gives. shrinks: a layer behind which the patches of a square of 2 x 2 see each other alone, by attention,
     and are joined to one, by a norm and two layers with a GELU (tanh), 4 * intermediate_size rows between them, beside their
     mean (MiniCPM-V 4.6); None: none. scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021).
-    projector: "merger" (Qwen: norm, join a cell, two layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size
-    rows between the layers), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a
-    cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm
-    without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a
-    GELU, projector_size rows between them, or gated by a SiLU where projector_gated), "gated" (GLM-4V: join a cell by a
-    matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide), "lined"
-    (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the same for
-    all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite Docling: layer norm, join a cell
-    by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
-    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide), "tabled"
-    (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a table, whose rows are added up so
-    weighed; `marks` rows more of that table are those between squares that lie apart), "shuffled" (Llama 4: join a cell, three
-    matrices with a GELU behind the first two, projector_size rows between them);
+    projector: "merger" (Qwen: norm, join a cell, two layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows
+    between the layers; merged_size rows behind them, and one matrix more, where that is not 0), "pooled" (Gemma 3: a cell's mean,
+    RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a
+    cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix;
+    LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them, or gated by a SiLU where
+    projector_gated), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated
+    by a SiLU, projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix,
+    behind each line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm), "placed"
+    (Granite Docling: layer norm, join a cell by a matrix, add sines of its column and line, layer norm, GELU, another matrix,
+    layer norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
+    projector_size rows wide), "tabled" (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a
+    table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
+    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
@@ -232,6 +232,7 @@ class TowerSpec:
     ]
     projector_eps: float
     projector_size: int = 0
+    merged_size: int = 0
     frames: int = 0
     gated: bool = False
     bias: bool = True

@@ -65,7 +65,8 @@ class Projecting(Querying):
         x = self._joined(self._norm("projector.norm", x, eps))
         if self.spec.projector == "patch_merger":
             x = self._linear("projector.join", x)
-        return self._two_layers("projector", x)
+        x = self._two_layers("projector", x)
+        return self._linear("projector.out", x) if self.spec.merged_size else x
 
     def _tabled(self, x: torch.Tensor) -> torch.Tensor:
         weights = self._norm("projector.norm", self._linear("projector.up", x), self.spec.projector_eps).to(torch.float32)
@@ -164,7 +165,9 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         matrix("projector.down", spec.out_size, spec.out_size)
         return shapes
     matrix("projector.up", joined, joined)
-    matrix("projector.down", spec.out_size, joined)
+    matrix("projector.down", spec.merged_size or spec.out_size, joined)
+    if spec.merged_size:
+        matrix("projector.out", spec.out_size, spec.merged_size)
     return shapes
 
 

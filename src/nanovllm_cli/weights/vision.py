@@ -34,8 +34,11 @@ _ROOTS = (
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
     "visual_embeddings_table", "mm_projector", "aligner",
 )  # fmt: skip
-_ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
-"""LightOnOCR's and PaddleOCR-VL's names for what others have."""
+_ALSO = {
+    "vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector",
+    "image_tower": "vision_tower", "vision_projector": "projector",
+}  # fmt: skip
+"""LightOnOCR's, PaddleOCR-VL's, Video-LLaVA's and HyperCLOVA X Vision's names for what others have."""
 _ROOT = re.compile(
     rf"(?:model\.|thinker\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=(?:image_newline|view_seperator)$))"
 )
