@@ -208,7 +208,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
     if spec.projector == "shuffled":  # a matrix, of each colour's pixels behind each other
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.patch_size**2)
-    if spec.stored == "pairs" and not of_file:
+    is_moonvit = spec.projector == "merger" and spec.stored != "halves"
+    if is_moonvit and (not of_file or spec.stored == "axes"):  # as llama.cpp's files of a Kimi K2.5 have it, too
         shapes["positions.weight"] = (*(2 * (math.isqrt(spec.positions),)), spec.hidden_size)
     if spec.taps:  # a matrix over colours, frames, lines and columns
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
@@ -226,7 +227,7 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
-    if spec.lead and spec.norm_placed:  # CLIP's
+    if spec.lead and spec.norm_placed and not of_file:  # CLIP's
         shapes["lead.weight"] = (spec.hidden_size,)
     elif spec.lead and not of_file:
         shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
