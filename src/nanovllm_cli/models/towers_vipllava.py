@@ -18,7 +18,7 @@ _READ = [-2, -5, -8, -11, 6]
 def vip_llava(config: ConfigReader, images: ConfigReader) -> VisionSpec:
     """Of config.json, and of the image processor's settings. A patch's rows behind several layers are read, side by side."""
     depth = depth_of(vision_section(config, "clip_vision_model"), "num_hidden_layers", 24)
-    said = config.values.get("vision_feature_layer", _READ)
+    said = config.values.get("vision_feature_layer", config.values.get("vision_feature_layers", _READ))
     layers = said if isinstance(said, list) else [said]
     counts = [each if each >= 0 else depth + 1 + each for each in layers if type(each) is int]
     if not 0 < len(counts) == len(layers) <= MAX_LAYERS or not all(0 < count <= depth for count in counts):
