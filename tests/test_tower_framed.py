@@ -1,4 +1,5 @@
-"""DeepSeek-VL and Janus, VideoLLaMA 3, VipLLaVA and Video-LLaVA: configs as published, pixels as transformers has them, and what is refused. Rows and answers: test_towers.py, test_vision.py."""
+"""DeepSeek-VL and Janus, VideoLLaMA 3, VipLLaVA and Video-LLaVA: configs as published, pixels as transformers has them, and what
+is refused. Rows and answers: test_towers.py, test_vision.py."""
 
 from __future__ import annotations
 
