@@ -142,8 +142,8 @@ def _projector_kind(spec: TowerSpec) -> str:
     """By which its tensors are called there."""
     if spec.projector == "merger" and spec.post_norm:  # of PaddleOCR-VL and MoonViT, and of dots.ocr
         return "dots" if spec.gated else "patch_merger"
-    if spec.projector == "joined" and spec.merge == 1 and spec.norm == "layer" and not spec.lead:
-        return "aligner"
+    if spec.projector == "joined" and spec.projector_size and (spec.merge, spec.norm, spec.stretch) == (1, "layer", "corners"):
+        return "mlp" if spec.lead else "aligner"
     is_mlp = spec.lead and spec.projector != "shuffled"
     return "mlp" if is_mlp else "nearest" if spec.stretch == "nearest" else spec.projector
 

@@ -145,7 +145,7 @@ class _TowerView(CheckpointView):
         if len(infos) == count:  # which need not be as large as each other
             infos, count = [infos[place]], 1
         rows, *others = infos[0].shape
-        if ours == "positions.weight" and len(others) == 2 and self._turned == self._spec.stored:  # a Kimi-VL's
+        if ours == "positions.weight" and self._turned == self._spec.stored == "pairs":  # a Kimi-VL's square
             rows, others = rows * others[0], others[1:]
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
         if self._spec.projector == "lined" and ours == "positions.weight":
@@ -177,7 +177,7 @@ class _TowerView(CheckpointView):
             return kernel.reshape(self._kernel).contiguous()
         if self._spec.projector == "lined" and ours == "positions.weight":
             return arranged(ours, whole, self._spec)
-        if ours == "positions.weight" and whole.dim() == 3 and self._turned == self._spec.stored:
+        if ours == "positions.weight" and self._turned == self._spec.stored == "pairs":
             return whole.flatten(0, 1)
         if ".qkv." in ours and self._turned != self._spec.stored:
             q, k, v = whole.chunk(3)
