@@ -163,7 +163,7 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")},
     }),
     "vipllava": ("VipLlava", {
-        "text_config": TEXT | {"model_type": "llama"}, "vision_feature_layer": [-2, 1, 3], "projector_layernorm_eps": 1e-3,
+        "text_config": TEXT | {"model_type": "llama"}, "vision_feature_layer": [-2, 1, 2], "projector_layernorm_eps": 1e-3,
         "vision_config": SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 4},
     }),
     "janus": ("Janus", {

@@ -239,7 +239,7 @@ MODELS: dict[str, Any] = {
         vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
     ),
     "vipllava": VipLlavaConfig(
-        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512, vision_feature_layer=[-2, 1, 4],
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512, vision_feature_layer=[-2, 1, 3],
         vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 5},
     ),
     "llava": LlavaConfig(
