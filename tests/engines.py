@@ -49,7 +49,11 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
-    return model.to(dtype)
+    turns = {module: module.freqs_ci for module in model.modules() if hasattr(module, "freqs_ci")}
+    model = model.to(dtype)
+    for module, complex_numbers in turns.items():  # which lose a part of them there
+        module.freqs_ci = complex_numbers
+    return model
 
 
 def num_parameters(spec: ModelSpec) -> int:

@@ -9,6 +9,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from safetensors.torch import load_file, save_file
 
 from engines import SMALL, random_model, save
 from test_llm import write_byte_tokenizer
@@ -54,6 +55,42 @@ def png(width: int = 24, height: int = 16, seed: int = 0) -> bytes:
     file = io.BytesIO()
     Image.fromarray(pixels).save(file, "PNG")
     return file.getvalue()
+
+
+def kimi_as_published(folder: Path) -> None:
+    """A Kimi K2.5 that transformers has saved: with names that it changes when it reads them, and not back when it writes."""
+    tensors = load_file(folder / "model.safetensors")
+    renamed = {
+        name.replace("language_model.model.blocks.", "language_model.model.layers.")
+        .replace("vision_tower.encoder.patch_embed.", "vision_tower.patch_embed.")
+        .replace("model.mm_projector.", "mm_projector."): tensor
+        for name, tensor in tensors.items()
+    }
+    save_file(renamed, folder / "model.safetensors", {"format": "pt"})
+
+
+def kimi_vl(source: Path, folder: Path, **settings: Any) -> Path:
+    """The same tower and text as a Kimi-VL's folder has them. settings: of images."""
+    folder.mkdir()
+    names = {"mm_projector.pre_norm": "multi_modal_projector.pre_norm", "mm_projector.proj.0": "multi_modal_projector.linear_1",
+             "mm_projector.proj.2": "multi_modal_projector.linear_2"}  # fmt: skip
+    tensors = {}
+    for name, tensor in load_file(source / "model.safetensors").items():
+        module, _, kind = name.rpartition(".")
+        tensors[f"{names.get(module, module)}.{kind}"] = tensor
+    save_file(tensors, folder / "model.safetensors", {"format": "pt"})
+    config = json.loads((source / "config.json").read_text())
+    vision = config["vision_config"]
+    kept = ("hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "patch_size", "merge_kernel_size")
+    own = {key: vision[key] for key in kept} | {"model_type": "moonvit"}
+    own |= {f"init_pos_emb_{side}": vision[f"pos_emb_{side}"] for side in ("height", "width")}
+    for key in ("projection_layer_norm_eps", "projection_hidden_size"):
+        config.pop(key)
+    config |= {"architectures": ["KimiVLForConditionalGeneration"], "model_type": "kimi_vl", "vision_config": own}
+    (folder / "config.json").write_text(json.dumps(config))
+    said = {"patch_size": vision["patch_size"], "pad_input": True, "image_mean": [0.5] * 3, "image_std": [0.5] * 3}
+    (folder / "preprocessor_config.json").write_text(json.dumps(said | settings))
+    return folder
 
 
 def siglip_2s_patches(values: list[torch.Tensor], side: int) -> dict[str, torch.Tensor]:

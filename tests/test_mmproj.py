@@ -249,7 +249,7 @@ def test_broken_metadata_are_refused(name: str, key: str, value: Any, made: Call
 
 
 @pytest.mark.parametrize(("name", "keys", "words"), [
-    ("qwen3", {"clip.projector_type": "kimivl"}, "images by the projector 'kimivl' are not supported"),
+    ("qwen3", {"clip.projector_type": "youtuvl"}, "images by the projector 'youtuvl' are not supported"),
     ("qwen3", {"clip.projector_type": None}, "images by the projector 'none'"),
     ("qwen3", {"clip.projector_type": "x" * 1000}, "images by the projector 'x{40}'"),
     ("qwen3", {"clip.has_vision_encoder": False}, "nothing in it sees"),
@@ -598,8 +598,8 @@ def test_what_lies_beside_a_model_and_is_anothers_is_left_there(
     assert heard.notes[0].startswith(f"images are not read: {beside}: ")
     with pytest.raises(CheckpointError):
         load(text, mmproj=str(beside))
-    write_mmproj(made("qwen2").folder, beside, {"clip.projector_type": "kimivl"})
-    with pytest.raises(UnsupportedError, match="kimivl"):
+    write_mmproj(made("qwen2").folder, beside, {"clip.projector_type": "youtuvl"})
+    with pytest.raises(UnsupportedError, match="youtuvl"):
         load(text, mmproj=str(beside))
     with pytest.raises(ModelNotFoundError, match=r"no mmproj \./nowhere\.gguf"):
         load(text, mmproj="./nowhere.gguf")

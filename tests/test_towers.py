@@ -23,7 +23,7 @@ from nanovllm_cli.models.tower_attention import TorchAttention
 from nanovllm_cli.vision_spec import Image, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.vision import check_tower, load_tower, read_vision, vision_bytes
-from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
+from seeing import hunyuan_as_published, kimi_as_published, packed_patches, siglip_2s_patches
 
 transformers = pytest.importorskip("transformers")
 
@@ -52,6 +52,12 @@ INTERNVL = {
 }  # fmt: skip
 GLM = {
     "depth": 3, "num_heads": 2, "patch_size": 4, "hidden_size": 32, "intermediate_size": 40, "rms_norm_eps": 1e-3,
+}  # fmt: skip
+KIMI_TEXT = {
+    "model_type": "deepseek_v3", "hidden_size": 24, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2,
+    "num_key_value_heads": 2, "q_lora_rank": 8, "kv_lora_rank": 8, "qk_nope_head_dim": 8, "qk_rope_head_dim": 4, "v_head_dim": 8,
+    "vocab_size": 32, "first_k_dense_replace": 1, "n_routed_experts": 2, "num_experts_per_tok": 1, "n_group": 1, "topk_group": 1,
+    "moe_intermediate_size": 8,
 }  # fmt: skip
 MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2": ("Qwen2VL", {
@@ -138,6 +144,43 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         "text_config": TEXT | {"model_type": "qwen3_5_text", "layer_types": ["full_attention"]},
         "insert_layer_id": 0, "vision_config": SIGLIP | {"model_type": "minicpm_ocr_vision", "image_size": 28},
     }),
+    "llama4": ("Llama4", {
+        "text_config": {key: value for key, value in TEXT.items() if key != "head_dim"} | {"num_local_experts": 2},
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 128, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 48,
+            "patch_size": 4, "projector_input_dim": 20, "projector_output_dim": 20, "vision_output_dim": 20,
+        },
+    }),
+    "kimi": ("Kimi_K25", {
+        "text_config": KIMI_TEXT, "projection_hidden_size": 32, "projection_layer_norm_eps": 1e-3,
+        "vision_config": {
+            "hidden_size": 32, "intermediate_size": 40, "num_hidden_layers": 3, "num_attention_heads": 2, "patch_size": 4,
+            "pos_emb_height": 5, "pos_emb_width": 5,
+        },
+    }),
+    "videollama3": ("VideoLlama3", {
+        "text_config": TEXT | {"model_type": "qwen2"},
+        "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")},
+    }),
+    "vipllava": ("VipLlava", {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_feature_layer": [-2, 1, 2], "projector_layernorm_eps": 1e-3,
+        "vision_config": SIGLIP | {"model_type": "clip_vision_model", "num_hidden_layers": 4},
+    }),
+    "janus": ("Janus", {
+        "text_config": TEXT | {"model_type": "llama"},
+        "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")}
+        | {"mlp_ratio": 1.5, "projection_dim": 24},
+        "vq_config": {"base_channels": 32, "channel_multiplier": [1], "embed_dim": 4, "num_embeddings": 8, "latent_channels": 32,
+                      "num_res_blocks": 1, "image_token_embed_dim": 16, "projection_dim": 16},
+    }),
+    "deepseek_vl": ("DeepseekVL", {"text_config": TEXT | {"model_type": "llama"}, "vision_config": SIGLIP}),
+    "hyperclovax": ("HyperCLOVAXVisionV2", {
+        "text_config": TEXT | {"model_type": "hyperclovax"},
+        "vision_config": QWEN | {
+            "model_type": "qwen2_5_vl_vision", "hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 20,
+            "window_size": 16, "fullatt_block_indexes": [1],
+        },
+    }),
     "got": ("GotOcr2", {
         "text_config": TEXT | {"model_type": "qwen2"},
         "vision_config": {
@@ -182,6 +225,9 @@ IN_PIECES: dict[str, dict[str, Any]] = {
     "fastvlm": HALVES | {"size": {"shortest_edge": 192}, "crop_size": {"height": 192, "width": 192}},
     "ovis2": HALVES | {"size": {"height": 48, "width": 48}},
     "got": HALVES | {"size": {"height": 48, "width": 48}},
+    "llama4": HALVES | {"size": {"height": 48, "width": 48}}, "kimi": HALVES | {"patch_size": 4},
+    "videollama3": HALVES | {"patch_size": 4, "merge_size": 1}, "vipllava": HALVES | {"size": {"shortest_edge": 48}},
+    "janus": HALVES | {"size": {"height": 48, "width": 48}}, "deepseek_vl": HALVES | {"size": {"height": 48, "width": 48}},
     "granite4": HALVES, "docling": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "internvl": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
     "qianfan": HALVES | {"size": {"height": 48, "width": 48}, "max_patches": 6},
@@ -194,8 +240,13 @@ IN_PIECES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of image processors that cut images."""
 CELL = 8
+CELLS = {"gemma3": 12, "minicpm": 16, "fastvlm": 64} | dict.fromkeys(
+    ("llava", "llava, siglip", "videollama3", "vipllava", "janus", "deepseek_vl"), 4
+)
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
+         "llama4": [(48, 48)], "vipllava": [(48, 48)], "janus": [(48, 48)], "deepseek_vl": [(48, 48)],
+         "videollama3": [(4, 4), (24, 40), (44, 16)],
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
          "granite4": [(32, 32)], "got": [(48, 48)], "ovis2": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
@@ -224,6 +275,8 @@ def make(name: str, folder: Path) -> Made:
         is_gain = parameter.dim() == 1 and bool((parameter == 1).all())
         parameter.data = drawn + 1 if is_gain else drawn
     model.save_pretrained(folder)
+    if name == "kimi":
+        kimi_as_published(folder)
     model = hunyuan_as_published(model) if name == "hunyuan" else model
     if name in IN_PIECES:
         (folder / "preprocessor_config.json").write_text(json.dumps(IN_PIECES[name]))
@@ -237,6 +290,22 @@ def make(name: str, folder: Path) -> Made:
             if name.startswith("minicpm"):
                 with torch.no_grad():
                     return model.model.get_image_features(**packed_patches([values], CELL // 2)).pooler_output[0], []
+            if name == "llama4":
+                with torch.no_grad():
+                    return model.multi_modal_projector(model.get_image_features(values[None]).last_hidden_state[0]), []
+            if name in ("kimi", "videollama3"):
+                lines, columns = (side // (CELL // 2) for side in pixels.shape[:2])
+                cut = values.unfold(1, CELL // 2, CELL // 2).unfold(2, CELL // 2, CELL // 2).permute(1, 2, 0, 3, 4).flatten(0, 1)
+                sizes = {"image_merge_sizes": torch.ones(1, dtype=torch.int64)} if name == "videollama3" else {}
+                with torch.no_grad():
+                    found = model.model.get_image_features(
+                        cut if name == "kimi" else cut.flatten(1), torch.tensor([[1, lines, columns]]), **sizes
+                    )
+                return found.pooler_output[0], []
+            if name == "vipllava":
+                with torch.no_grad():
+                    found = model.model.get_image_features(values[None], vision_feature_layer=model.config.vision_feature_layer)
+                return found.pooler_output[0], []
             if name == "granite4":  # of one square, which is the first of all
                 all_of_it = {"vision_feature_select_strategy": "full"}
                 with torch.no_grad():
@@ -261,7 +330,7 @@ def make(name: str, folder: Path) -> Made:
                 return model.model.get_image_features(**seen).pooler_output[0], []
             if name == "paddleocr":
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
-            if name in ("hunyuan", "lfm3"):
+            if name in ("hunyuan", "lfm3", "hyperclovax"):
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
@@ -333,7 +402,7 @@ def test_rows_are_those_of_transformers(
     if by == "torch":  # as on a GPU
         monkeypatch.setattr(tower_attention, "PagedAttention", lambda *given: TorchAttention(*given[:3], given[4]))
     spec, tower = open_tower(made(name).folder)
-    assert spec.tower.cell == {"gemma3": 12, "minicpm": 16, "fastvlm": 64, "llava": 4, "llava, siglip": 4}.get(name, CELL)
+    assert spec.tower.cell == CELLS.get(name, CELL)
     for height, width in SIZES.get(name, FREE_SIZES):
         pixels = draw(height, width)
         rows, deep = made(name).rows(pixels)

@@ -16,7 +16,9 @@ from transformers import (
     AutoModelForImageTextToText,
     AyaVisionConfig,
     Cohere2VisionConfig,
+    CohereCompassConfig,
     DeepseekOcr2Config,
+    DeepseekVLConfig,
     Exaone4_5_Config,
     FastVlmConfig,
     Gemma3Config,
@@ -28,13 +30,18 @@ from transformers import (
     Granite4VisionConfig,
     GraniteDoclingConfig,
     HunYuanVLConfig,
+    HyperCLOVAXVisionV2Config,
     InternVLConfig,
+    JanusConfig,
+    Kimi_K25Config,
     Lfm2VlConfig,
     Lfm3VlConfig,
     LightOnOcrConfig,
+    Llama4Config,
     LlamaConfig,
     LlavaConfig,
     LlavaNextConfig,
+    LlavaNextVideoConfig,
     LlavaOnevisionConfig,
     MiniCPMV4_6Config,
     MiniCPMV4_7Config,
@@ -48,7 +55,11 @@ from transformers import (
     Qwen3_5Config,
     Qwen3VLConfig,
     SmolVLMConfig,
+    VideoLlama3Config,
+    VideoLlavaConfig,
+    VipLlavaConfig,
 )
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import fastvit
 from engines import SMALL, engine_for, greedy, random_model, run, save, worker_for
@@ -63,7 +74,7 @@ from nanovllm_cli.models.tower import Tower
 from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.text.image_tokens import on_canvases
 from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds, VisionSpec
-from seeing import hunyuan_as_published, packed_patches, siglip_2s_patches
+from seeing import hunyuan_as_published, kimi_as_published, packed_patches, siglip_2s_patches
 from test_models import CASES, QWEN_IDS, QWEN_TEXT
 
 NUMBERS = np.random.default_rng(0)
@@ -182,6 +193,55 @@ MODELS: dict[str, Any] = {
         text_config=COHERE_TEXT, image_token_id=512, alignment_intermediate_size=56,
         vision_config=TOWER | {"image_size": 32, "patch_size": 4, "model_type": "siglip_vision_model"},
     ),
+    "llama4": Llama4Config(
+        text_config=CASES["llama4, as published"].to_dict(), image_token_index=512,
+        vision_config=TOWER | {"intermediate_size": 128, "image_size": 32, "patch_size": 4, "projector_input_dim": 20,
+                               "projector_output_dim": 20, "vision_output_dim": 20},
+    ),
+    "kimi-k2.5": Kimi_K25Config(
+        text_config=CASES["deepseek v3, 3 of 5 and shared"].to_dict() | {"vocab_size": 513}, image_token_id=512,
+        projection_hidden_size=32, tie_word_embeddings=False, video_token_id=511,
+        vision_config=TOWER | {"patch_size": 4, "pos_emb_height": 5, "pos_emb_width": 5},
+    ),
+    "north micro vision": CohereCompassConfig(
+        text_config=CASES["cohere compass"].to_dict() | {"rope_parameters": {
+            "sliding_attention": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 1, 1]}, "full_attention": None,
+        }}, **QWEN_IDS,
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48,
+                                    "num_position_embeddings": 16, "deepstack_visual_indexes": [0, 2]},
+    ),
+    "hyperclovax vision": HyperCLOVAXVisionV2Config(
+        text_config=SMALL | {"model_type": "hyperclovax", "vocab_size": 513}, image_token_id=512, video_token_id=511,
+        vision_config=QWEN_TOWER | {"model_type": "qwen2_5_vl_vision", "hidden_size": 32, "intermediate_size": 40,
+                                    "out_hidden_size": 20, "window_size": 16, "fullatt_block_indexes": [2]},
+    ),
+    "deepseek-vl": DeepseekVLConfig(
+        text_config=SMALL | {"model_type": "llama", "vocab_size": 513}, image_token_id=512,
+        vision_config=TOWER | {"model_type": "siglip_vision_model", "image_size": 16, "patch_size": 4, "vision_use_head": False},
+    ),
+    "janus": JanusConfig(
+        text_config=SMALL | {"model_type": "llama", "vocab_size": 513}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "mlp_ratio": 1.5, "projection_dim": 48},
+        vq_config={"base_channels": 32, "channel_multiplier": [1, 1], "embed_dim": 4, "num_embeddings": 8, "latent_channels": 8,
+                   "num_res_blocks": 1, "image_token_embed_dim": 16, "projection_dim": 16},
+    ),
+    "videollama3": VideoLlama3Config(
+        text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513, "intermediate_size": 66}, image_token_id=512,
+        video_token_id=511, vision_config=TOWER | {"patch_size": 4},
+    ),
+    "llava-next-video": LlavaNextVideoConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512, video_token_index=511,
+        image_grid_pinpoints=[[16, 32], [32, 16]],
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+    ),
+    "video-llava": VideoLlavaConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512, video_token_index=511,
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
+    ),
+    "vipllava": VipLlavaConfig(
+        text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512, vision_feature_layer=[-2, 1, 3],
+        vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 5},
+    ),
     "llava": LlavaConfig(
         text_config=SMALL | {"vocab_size": 513, "model_type": "llama"}, image_token_index=512,
         vision_config=TOWER | {"image_size": 16, "patch_size": 4, "model_type": "clip_vision_model", "num_hidden_layers": 3},
@@ -254,9 +314,13 @@ MODELS: dict[str, Any] = {
 }  # fmt: skip
 SHORT = [name for name in MODELS if name not in ("deepseek-ocr2", "paligemma", "paligemma2")]
 """Without that whose images have hundreds of tokens, however small it is, and those that read nothing but an image and a text."""
-SQUARES = "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
+MoeCausalLMOutputWithPast.image_outputs = None  # type: ignore[attr-defined]  # a Llama 4's, which transformers 5.24 looks for there
+SQUARES = "llama4", "deepseek_vl", "janus", "internvl", "aya_vision", "cohere2_vision", "fast_vlm", "got_ocr2", "qianfan_ocr"
 """Of which transformers takes nothing but pixels."""
 IMAGE_SETTINGS: dict[str, dict[str, Any]] = {
+    "deepseek-vl": {"size": {"height": 16, "width": 16}}, "janus": {"size": {"height": 16, "width": 16}},
+    "videollama3": {"patch_size": 4, "merge_size": 1},
+    "llama4": {"size": {"height": 32, "width": 32}}, "kimi-k2.5": {"patch_size": 4},
     "ovis2": {"crop_to_patches": True, "max_patches": 4, "size": {"height": 8, "width": 8}},
 }  # fmt: skip
 Part = int | Image | Picture
@@ -318,7 +382,7 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         pieces, whole = ([each for each in values if (each.shape[1] < 64) == is_piece] for is_piece in (True, False))
         local = {"pixel_values_local": torch.stack(pieces), "num_local_patches": [len(pieces)]} if pieces else {}
         return {"input_ids": ids, "pixel_values": torch.stack(whole)} | local
-    if model.config.model_type in ("llava_next", "llava_onevision", "granite4_vision"):
+    if model.config.model_type in ("llava_next", "llava_next_video", "llava_onevision", "granite4_vision"):
         mosaics = [placed.image.mosaic for placed in prompt.images]
         sizes = torch.tensor([[each.height, each.width] for each in mosaics if each is not None])
         squares = torch.stack([value.view(3, -1, 16, 16).transpose(0, 1) for value in values])
@@ -331,8 +395,21 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
                 ids[0, placed.start + place] = model.config.visual_indicator_token_ids[kind]
         squares = torch.cat([value.view(3, -1, 8, 8).transpose(0, 1) for value in values])
         return {"input_ids": ids, "pixel_values": squares}
+    if model.config.model_type == "video_llava":
+        return {"input_ids": ids, "pixel_values_images": torch.stack(values)}
+    if model.config.model_type == "video_llama_3":
+        sides = [[1, *(side // tower.patch_size for side in value.shape[1:])] for value in values]
+        patches = [value.unfold(1, side := tower.patch_size, side).unfold(2, side, side) for value in values]
+        flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1) for each in patches])
+        return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides),
+                "image_merge_sizes": torch.ones(len(values), dtype=torch.int64)}  # fmt: skip
     if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
+    if model.config.model_type == "kimi_k25":
+        sides = [[1, *(side // tower.patch_size for side in value.shape[1:])] for value in values]
+        patches = [value.unfold(1, side := tower.patch_size, side).unfold(2, side, side) for value in values]
+        flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(0, 1) for each in patches])
+        return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides)}
     if model.config.model_type == "paligemma":
         is_answer = (torch.arange(len(prompt)) >= prompt.images[0].end).long()[None]
         return {"input_ids": ids, "pixel_values": torch.stack(values), "token_type_ids": is_answer}
@@ -391,6 +468,8 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:
     model = random_model(MODELS[name], auto=AutoModelForImageTextToText)
     save(model, folder)
+    if name == "kimi-k2.5":
+        kimi_as_published(folder)
     if name in IMAGE_SETTINGS:
         (folder / "preprocessor_config.json").write_text(json.dumps(IMAGE_SETTINGS[name]))
     worker = worker_for(folder, dtype="float32", **settings)
@@ -405,7 +484,7 @@ def parts_of(vision: VisionSpec) -> list[Part]:
         return [5, cut, 2, an_image(vision, 5, 2), 6]
     if vision.prefix:
         return [an_image(vision, 4, 4), 7]
-    if vision.size.kind in ("square", "tiles", "canvas", "middle"):
+    if vision.size.kind in ("square", "framed", "tiles", "canvas", "middle"):
         return [5, an_image(vision, 4, 4), 3, an_image(vision, 4, 4), 6]
     return [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
 

@@ -15,12 +15,14 @@ MERGERS = {
     "Qwen2VL": "qwen2vl_merger", "Qwen2_5_VL": "qwen2.5vl_merger", "Qwen3VL": "qwen3vl_merger", "Qwen3_5": "qwen3vl_merger",
     "Gemma3": "gemma3", "Mistral3": "pixtral", "SmolVLM": "idefics3", "Lfm2Vl": "lfm2", "Glm4v": "glm4v", "Glm4vMoe": "glm4v",
     "Llava": "pixtral", "InternVL": "internvl", "GlmOcr": "glm4v", "PaddleOCRVL": "paddleocr", "LightOnOcr": "lightonocr",
+    "Llama4": "llama4", "KimiVL": "kimivl", "Kimi_K25": "kimik25", "DotsOCR": "dots_ocr", "Janus": "janus_pro",
     "HunYuanVL": "hunyuanvl", "MiniCPMV4_6": "minicpmv4_6", "MiniCPMOcr": "minicpmv4_6", "Exaone4_5_": "exaone4_5",
 }  # fmt: skip
 CLIP = [0.48145466, 0.4578275, 0.40821073], [0.26862954, 0.26130258, 0.27577711]
 HALVES = [0.5] * 3, [0.5] * 3
-OF_HALVES = "MiniCPM", "Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl", "InternVL"
-SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR.", "vit.", "merger."
+OF_HALVES = "Llama4", "Kimi", "Janus", "MiniCPM", "Qwen3VL", "Qwen3_5", "Gemma3", "SmolVLM", "Lfm2Vl", "InternVL"
+SEEING = "visual.", "vision_tower.", "vision_model.", "connector.", "multi_modal_projector.", "mlp_AR.", "vit.", "merger.", \
+    "mm_projector.", "aligner."
 MINICPM = {
     "vit_merger.layer_norm1": "v.vit_merger.ln1", "vit_merger.self_attn.q_proj": "v.vit_merger.attn_q",
     "vit_merger.self_attn.k_proj": "v.vit_merger.attn_k", "vit_merger.self_attn.v_proj": "v.vit_merger.attn_v",
@@ -42,7 +44,7 @@ def write_mmproj(
     """keys: instead of those that the converter writes, None: none at all. change: of the tensors by their names in the file.
     types: what a tensor is stored as."""
     config = json.loads((folder / "config.json").read_text())
-    name = config["architectures"][0].removesuffix("ForConditionalGeneration")
+    name = config["architectures"][0].removesuffix("ForConditionalGeneration").removesuffix("ForCausalLM")
     tensors = dict(_tensors(name, config, folder))
     change(tensors)
     writer = gguf.GGUFWriter(path, "clip")
@@ -91,6 +93,28 @@ def _keys(name: str, config: dict[str, Any], folder: Path) -> dict[str, Any]:
         "clip.vision.attention.layer_norm_epsilon": text.get("rms_norm_eps", 1e-6),
     }  # fmt: skip
     match name:
+        case "Llama4":
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": vision["norm_eps"],
+                     "clip.vision.projector.scale_factor": int(1 / vision["pixel_shuffle_ratio"])}  # fmt: skip
+        case "KimiVL":
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": 1e-5,
+                     "clip.vision.image_size": 64 * 14, "clip.vision.projector.scale_factor": 2}  # fmt: skip
+        case "Kimi_K25":
+            patch = vision["patch_size"] ** 2
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": config["projection_layer_norm_eps"],
+                     "clip.vision.image_size": vision["pos_emb_height"] * vision["patch_size"],
+                     "clip.vision.projector.scale_factor": vision["merge_kernel_size"][0],
+                     "clip.vision.image_min_pixels": 8 * patch, "clip.vision.image_max_pixels": 16384 * patch}  # fmt: skip
+        case "DotsOCR":
+            images = json.loads((folder / "preprocessor_config.json").read_text())
+            keys |= {"clip.use_silu": True, "clip.vision.attention.layer_norm_epsilon": vision["rms_norm_eps"],
+                     "clip.vision.embedding_length": vision["embed_dim"], "clip.vision.image_size": 0,
+                     "clip.vision.projector.scale_factor": vision["spatial_merge_size"],
+                     "clip.vision.image_min_pixels": images["min_pixels"],
+                     "clip.vision.image_max_pixels": images["max_pixels"]}  # fmt: skip
+        case "Janus":
+            keys |= {"clip.use_gelu": True, "clip.vision.attention.layer_norm_epsilon": vision["layer_norm_eps"],
+                     "clip.vision.feed_forward_length": int(hidden * vision["mlp_ratio"])}  # fmt: skip
         case "Qwen2_5_VL" | "Exaone4_5_":
             every = vision["fullatt_block_indexes"][0] + 1
             keys |= {"clip.use_silu": True, "clip.vision.n_wa_pattern": every, "clip.vision.window_size": vision["window_size"]}
@@ -160,6 +184,11 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
             yield "v.token_embd.img_break", numbers[next(word["id"] for word in words if word["content"] == "[IMG_BREAK]")]
         if not key.startswith(SEEING) or ".head." in key:
             continue
+        if (others := _newer(name, key, numbers, vision)) is not None:
+            for own, own_numbers in others:
+                known = names.get_name(own, (".weight", ".bias"))
+                yield known or own, np.ascontiguousarray(own_numbers)
+            continue
         if name == "Gemma3":
             key = key.replace("vision_tower.", "vision_tower.vision_model.").replace("projection_weight", "projection.weight")
             numbers = numbers + 1 if "soft_emb_norm" in key else numbers
@@ -207,6 +236,41 @@ def _tensors(name: str, config: dict[str, Any], folder: Path) -> Iterator[tuple[
                 heads = vision["num_attention_heads"]
                 numbers = numbers.reshape(heads, 2, -1, numbers.shape[1]).swapaxes(1, 2).reshape(numbers.shape)
             yield names.get_name(key, (".weight", ".bias")), np.ascontiguousarray(numbers)
+
+
+def _newer(name: str, key: str, numbers: np.ndarray, vision: dict[str, Any]) -> list[tuple[str, np.ndarray]] | None:
+    """What llama.cpp's converter makes of a tensor before its names are known; None: nothing of its own."""
+    kind = key.rpartition(".")[2]
+    if name == "Llama4":
+        if "post_attention_layernorm" in key:  # which the package's map, younger than published files, has for a Gemma 4's
+            return [(f"v.blk.{key.split('.')[3]}.ln2.{kind}", numbers)]
+        if "positional_embedding_vlm" in key:
+            return [(f"{key}.weight", numbers)]
+        return [("mm.model.fc.weight" if "multi_modal_projector" in key else key, numbers)]
+    if name in ("KimiVL", "Kimi_K25"):
+        if "pos_emb.weight" in key and name == "KimiVL":
+            return [(key, numbers.reshape(-1, numbers.shape[-1]))]
+        if "wqkv" in key and name == "KimiVL":
+            return [(key.replace("wqkv", f"w{part}"), rows) for part, rows in zip("qkv", np.split(numbers, 3), strict=True)]
+        if "wqkv" in key:
+            q, k, v = np.split(numbers, 3)
+            heads = vision["num_attention_heads"]
+            q, k = (each.reshape(heads, -1, 2, 2, *each.shape[1:]).swapaxes(1, 2).reshape(each.shape) for each in (q, k))
+            return [(key, np.concatenate([q, k, v]))]
+        for old, new in (("proj.0.", "proj.linear_1."), ("proj.2.", "proj.linear_2.")):
+            key = key.replace(f"mm_projector.{old}", f"mm_projector.{new}")
+        return [(key, numbers)]
+    if name == "DotsOCR":
+        if ".mlp.fc" in key:
+            parts = {"fc1": "gate_proj", "fc2": "down_proj", "fc3": "up_proj"}
+            old = key.split(".")[-2]
+            return [(key.replace("vision_tower.blocks.", "visual.blocks.").replace(old, parts[old]), numbers)]
+        return [(key, numbers)]
+    if name == "Janus":
+        module = key.rpartition(".")[0]
+        known = {"aligner.fc1": "mm.0", "aligner.hidden_layers.0": "mm.1"}
+        return [(f"{known[module]}.{kind}" if module in known else f"model.{key}", numbers)]
+    return None
 
 
 def _named(tensor: str, place: int) -> str:

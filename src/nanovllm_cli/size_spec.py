@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import math
+from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.mosaic import most_rows
+
+MAX_ASPECT = 200
+"""How much longer one side of an image may be than the other: Qwen2-VL's bound."""
 
 
 class Dense(NamedTuple):
@@ -44,7 +48,12 @@ class SizeRule:
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
              tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
-             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision)
+             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision). kept: its
+             shape is, at the upper left of the tiles, and it grows to one tile's side at the most; the rest is black (Llama 4)
+    padded   its own shape, in at most most_tiles squares of `tile` pixels and no side longer than longest_side, never larger
+             than it is, at the upper left of what is black else (Kimi-VL)
+    framed   its own shape with the longer side longest_side, the other of `least_side` at least, in the middle of a square of
+             the colour `around` (DeepSeek-VL)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
@@ -52,7 +61,10 @@ class SizeRule:
     most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
     """
 
-    kind: Literal["area", "longest", "square", "middle", "mosaic", "pages", "largest", "tiles", "grid", "canvas", "slices"]
+    kind: Literal[
+        "area", "longest", "square", "middle", "mosaic", "pages", "largest", "tiles", "grid", "canvas", "slices",
+        "padded", "framed",
+    ]  # fmt: skip
     multiple: int
     min_pixels: int = 0
     max_pixels: int = 0
@@ -71,6 +83,9 @@ class SizeRule:
     dense: Dense | None = None
     in_lines: bool = False
     smaller: tuple[int, ...] = ()
+    kept: bool = False
+    least_side: int = 0
+    around: tuple[int, int, int] = (0, 0, 0)
 
     @property
     def apart(self) -> bool:
@@ -90,6 +105,19 @@ class SizeRule:
             return height == width == self.tile
         short, long = sorted((height, width))
         return short == self.tile and long in range(2 * short, self.most_tiles * short + 1, short)
+
+    def padded_cells(self, tiles: int, aspect: int = MAX_ASPECT) -> int:
+        """Of "padded", no image has more multiples than this, where it has so many tiles at the most: for each number of tiles on
+        its shorter side as many on the longer one as there may be, which is rounded up twice, to tiles and to multiples."""
+        each, most = self.multiple // self.tile, 0
+        for short in range(1, math.isqrt(tiles) + 2):
+            longest, fewest = aspect * (short + 1), tiles // short + 1
+            most = max(most, (min(fewest - 1, longest) // each + 1) * (short // each + 1))
+            if fewest <= longest:  # it shrinks
+                (tall, wide), (taller, _) = ([(side + 1) * math.sqrt(tiles / (short * long)) for side in (long, short)]
+                                             for long in (fewest, longest))  # fmt: skip
+                most = max(most, math.floor((tall * wide / each + taller + wide) / each) + 1)
+        return most
 
     @property
     def all_tiles(self) -> int:
@@ -126,6 +154,9 @@ class SizeRule:
             piece = (self.tile / cell) ** 2 + 1.25 * self.tile / cell + 0.25  # where one is four times as long as wide, rounded
             tiles = max(1, most // math.floor(piece) - 1)
             size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "padded":
+            fewer = bisect_right(range(self.most_tiles + 1), most, key=lambda count: self.padded_cells(count)) - 1
+            size = replace(size, most_tiles=max(1, fewer))
         elif self.kind == "mosaic":
             fits = (grid for grid in self.grids if most_rows(grid, self.tile // cell, squares, apart=self.apart) <= most)
             size = replace(size, grids=tuple(fits))

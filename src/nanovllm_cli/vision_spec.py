@@ -105,7 +105,8 @@ class ImageTokens:
     behind each line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not
     cut, `alone`, and behind it alone_end, if that is not None, instead of `after`.
     whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
-    piece_end: behind the token of a piece. {number} in `before`: how many images there are before it.
+    piece_end: behind the token of a piece; between: behind that, but for the last of a line. {number} in `before`: how many
+    images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
     often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
@@ -127,6 +128,7 @@ class ImageTokens:
     line: str | None = None
     whole_first: bool = False
     piece_end: str = ""
+    between: str = ""
     marks: tuple[str, ...] = ()
     often: int = 1
     asked: tuple[str, ...] = ()
@@ -139,7 +141,7 @@ class ImageTokens:
             return before + self.alone + self.token * len(picture.images) + after
         columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
         lines = [
-            "".join(self.piece.format(row=i + 1, column=j, number=i * picture.columns + j) + behind for j in columns)
+            self.between.join(self.piece.format(row=i + 1, column=j, number=i * picture.columns + j) + behind for j in columns)
             for i in range(picture.rows)
         ]
         if self.whole_first:
@@ -162,6 +164,12 @@ of its pixels; linearly, or by cubic polynomials, between the middles of pixels;
 patch longer than they are; each patch has that in which its beginning lies."""
 
 
+Stored = Literal["halves", "axes", "pairs"]
+"""How files have a head's numbers, of which pairs turn together: the first of all pairs, lines' and then columns', and behind
+them the second ones, as they are here; a pair's two side by side, all columns' and then all lines' (Llama 4), or columns' and
+lines' in turn (MoonViT)."""
+
+
 @dataclass(frozen=True, slots=True)
 class TowerSpec:
     """A vision transformer (Dosovitskiy et al. 2020), and what makes of its rows those that a decoder reads.
@@ -176,8 +184,10 @@ class TowerSpec:
     together, with a row that is the same for all behind each line, about so many squares of them at most; 0: it is one square.
     stretch: how; see `Stretch`. by_axis: two tables of so many rows instead, of columns and of lines, whose sum
     counts. theta: of rotary positions, of lines in the first half of a head's pairs, of columns in the second; None: none.
-    dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. key_heads: of keys
-    and values; 0: as many as of queries. convolves: layers that have, instead of attention, a gated convolution of each
+    Where there is a lead, it has position 0, and those of patches begin at 1. stored: how files have a head's numbers that turn
+    together; see `Stored`. reads: what is projected is rows behind so many layers, side by side, instead of behind the last one
+    (VipLLaVA). dealt: a head's frequencies go to lines and columns in turn (Pixtral), else both have the same ones. key_heads: of
+    keys and values; 0: as many as of queries. convolves: layers that have, instead of attention, a gated convolution of each
     dimension over squares of taps x taps patches, beyond the image zeros (LFM3-VL). window: of attention in all layers but
     `full`, in cells on a side; 0: none. pre_norm, post_norm: of the patches' rows, without their positions, or with these and
     what leads (norm_placed), and of those behind the last layer. qk_norm: of each head's queries and keys, an RMS norm.
@@ -186,18 +196,19 @@ class TowerSpec:
     bias, reads and gives. shrinks: a layer behind which the patches of a square of 2 x 2 see each other alone, by attention,
     and are joined to one, by a norm and two layers with a GELU (tanh), 4 * intermediate_size rows between them, beside their
     mean (MiniCPM-V 4.6); None: none. scaled: what attention and MLP add is multiplied with a gain (Touvron et al. 2021).
-    projector: "merger" (Qwen: norm, join a cell, two layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size
-    rows between the layers), "pooled" (Gemma 3: a cell's mean, RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a
-    cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a cell's mean, times the root of hidden_size, RMS norm
-    without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix; LFM2-VL: join a cell, norm, two layers with a
-    GELU, projector_size rows between them, or gated by a SiLU where projector_gated), "gated" (GLM-4V: join a cell by a
-    matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated by a SiLU, projector_size rows wide), "lined"
-    (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix, behind each line a row that is the same for
-    all, one more matrix, a row in front of all and one behind, RMS norm), "placed" (Granite Docling: layer norm, join a cell
-    by a matrix, add sines of its column and line, layer norm, GELU, another matrix, layer norm), "queried" (Granite 4 Vision:
-    see `tower_queries.py`; `queries` are made in windows of query_side cells on a side, projector_size rows wide), "tabled"
-    (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a table, whose rows are added up so
-    weighed; `marks` rows more of that table are those between squares that lie apart);
+    projector: "merger" (Qwen: norm, join a cell, two layers with a GELU; LFM3-VL: the norm is a layer norm, projector_size rows
+    between the layers; merged_size rows behind them, and one matrix more, where that is not 0), "pooled" (Gemma 3: a cell's mean,
+    RMS norm, one matrix), "patch_merger" (Mistral 3: norm, join a cell by a matrix, two layers with a GELU), "scaled" (Gemma 4: a
+    cell's mean, times the root of hidden_size, RMS norm without a gain, one matrix), "joined" (Idefics3: join a cell, one matrix;
+    LFM2-VL: join a cell, norm, two layers with a GELU, projector_size rows between them, or gated by a SiLU where
+    projector_gated), "gated" (GLM-4V: join a cell by a matrix with a bias, another matrix, layer norm, GELU, an MLP that is gated
+    by a SiLU, projector_size rows wide), "lined" (HunYuan-VL: RMS norm, join a cell by a matrix, activation, another matrix,
+    behind each line a row that is the same for all, one more matrix, a row in front of all and one behind, RMS norm), "placed"
+    (Granite Docling: layer norm, join a cell by a matrix, add sines of its column and line, layer norm, GELU, another matrix,
+    layer norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
+    projector_size rows wide), "tabled" (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a
+    table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
+    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
@@ -215,9 +226,13 @@ class TowerSpec:
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
     norm: Literal["layer", "rms"]
     eps: float
-    projector: Literal["merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled"]
+    projector: Literal[
+        "merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled",
+        "shuffled",
+    ]
     projector_eps: float
     projector_size: int = 0
+    merged_size: int = 0
     frames: int = 0
     gated: bool = False
     bias: bool = True
@@ -232,6 +247,8 @@ class TowerSpec:
     stretch: Stretch = "corners"
     by_axis: bool = False
     theta: float | None = None
+    stored: Stored = "halves"
+    reads: tuple[int, ...] = ()
     dealt: bool = False
     key_heads: int = 0
     convolves: tuple[int, ...] = ()
@@ -344,8 +361,8 @@ class VisionSpec:
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
-        is_tile = rule.kind not in ("area", "grid") and (rule.kind != "slices" or rule.grows == "always")
-        side = rule.longest_side if rule.kind in ("square", "pages") else rule.tile if is_tile else 0
+        is_tile = rule.kind not in ("area", "grid", "padded") and (rule.kind != "slices" or rule.grows == "always")
+        side = rule.longest_side if rule.kind in ("square", "framed", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
         return side * (side + self._ends) + 2 * self._framed + (3 if rule.apart else rule.kind in ("mosaic", "pages"))
 

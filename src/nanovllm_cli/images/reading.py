@@ -78,10 +78,12 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
         inner = None if sizes.first is None else resized(picture, sizes.first)
         return Picture((_mosaic(resized(picture, sizes.whole), inner, sizes, rule, (picture.height, picture.width)),))
     first = picture if sizes.first is None else resized(picture, sizes.first)
+    if sizes.pieces is None and (rule.kept or rule.kind in ("padded", "framed")):
+        return Picture((_image(_laid(first, sizes.whole, rule), rule),))
     if sizes.pieces is None:
         asked = letters.size_of(picture, rule) if rule.grows == "letters" else sizes.whole
         return Picture((_image(_filled_up(resized(first, asked), rule), rule),))
-    large = resized(first, sizes.pieces)
+    large = _laid(first, sizes.pieces, rule) if rule.kept else resized(first, sizes.pieces)
     rows, columns = sizes.grid or (sizes.pieces[0] // tile, sizes.pieces[1] // tile)
     tall, wide = sizes.pieces[0] // rows, sizes.pieces[1] // columns
     corners = [(column * wide, row * tall) for row in range(rows) for column in range(columns)]
@@ -89,7 +91,8 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     if rule.grows == "letters":
         cut = [letters.sized(picture, each, rule, (rows, columns), divmod(i, columns)) for i, each in enumerate(cut)]
     pieces = [_image(each, rule) for each in cut]
-    whole = _image(_filled_up(resized(first if sizes.first is None else large, sizes.whole), rule), rule)
+    shown = picture if rule.kept or sizes.first is None else large
+    whole = _image(_filled_up(resized(shown, sizes.whole), rule), rule)
     return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
 
 
@@ -110,6 +113,17 @@ def _filled_up(made: Pixels, rule: SizeRule) -> Pixels:
     square = pillow.new("RGB", (side, side), _GREY)
     square.paste(made, ((side - made.width) // 2, (side - made.height) // 2))
     return square
+
+
+def _laid(made: Pixels, sides: Sides, rule: SizeRule) -> Pixels:
+    """At the upper left of what is as large as that, or in its middle, where a rule says so."""
+    from PIL import Image as pillow
+
+    height, width = sides
+    canvas = pillow.new("RGB", (width, height), rule.around)
+    is_framed = rule.kind == "framed"
+    canvas.paste(made, ((width - made.width) // 2, (height - made.height) // 2) if is_framed else (0, 0))
+    return canvas
 
 
 def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, own: Sides) -> Image:

@@ -4,14 +4,14 @@ trained with."""
 from __future__ import annotations
 
 import math
+import struct
 from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_cli import mosaic
+from nanovllm_cli.size_spec import MAX_ASPECT as MAX_ASPECT
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import VisionSpec
-
-MAX_ASPECT = 200  # Qwen2-VL's bound on how much longer one side is than the other
 
 Sides = tuple[int, int]
 """Height and width, in pixels."""
@@ -49,7 +49,12 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             tile = rule.tile
             by_size = rule.nearest == "size"
             rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
-            return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None)
+            first = _kept(rule, height, width, rows, columns) if rule.kept else None
+            return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None, first)
+        case "padded":
+            return _padded(rule, height, width)
+        case "framed":
+            return _framed(rule, height, width)
     unit = rule.multiple
     rows, columns = {"area": _by_lined_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return Sizes((rows * unit, columns * unit))
@@ -70,7 +75,9 @@ def most_rows(spec: VisionSpec) -> int:
         return max(rule.page_tokens(spec.tower.cell, 0), rule.most_tiles * of_one)
     elif rule.kind == "pages":
         pixels = rule.longest_side**2 + rule.multiple**2
-    elif rule.kind == "square":
+    elif rule.kind == "padded":
+        pixels = rule.padded_cells(rule.most_tiles) * rule.multiple**2
+    elif rule.kind in ("square", "framed"):
         pixels = rule.longest_side**2
     elif rule.kind == "slices":  # its sides are rounded
         side, thin = rule.tile / rule.multiple, math.sqrt(MAX_ASPECT)
@@ -286,10 +293,36 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
         ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)), key=math.prod
     )
     scales = [min(columns * rule.tile / width, rows * rule.tile / height) for columns, rows in grids]
+    if rule.kept:  # which are told apart in float32 there
+        scales = list(struct.unpack(f"{len(scales)}f", struct.pack(f"{len(scales)}f", *scales)))
     if max(scales) >= 1:
         scales = [-scale if scale >= 1 else -math.inf for scale in scales]
     columns, rows = grids[scales.index(max(scales))]
     return rows, columns
+
+
+def _kept(rule: SizeRule, height: int, width: int, rows: int, columns: int) -> Sides:
+    """Of what is shown of an image, in its own shape, in so many tiles."""
+    tall, wide = (min(max(side, rule.tile), count * rule.tile) for side, count in ((height, rows), (width, columns)))
+    by_width, by_height = wide / width, tall / height
+    if by_width < by_height:
+        return max(1, min(math.floor(height * by_width), tall)), wide
+    return tall, max(1, min(math.floor(width * by_height), wide))
+
+
+def _padded(rule: SizeRule, height: int, width: int) -> Sizes:
+    """first: of what is shown of an image."""
+    tile, unit = rule.tile, rule.multiple
+    count = max(1, height // tile) * max(1, width // tile)
+    scale = min(1.0, math.sqrt(rule.most_tiles / count), rule.longest_side / height, rule.longest_side / width)
+    first = tall, wide = max(1, int(height * scale)), max(1, int(width * scale))
+    return Sizes((-(-tall // unit) * unit, -(-wide // unit) * unit), None, first)
+
+
+def _framed(rule: SizeRule, height: int, width: int) -> Sizes:
+    """first: of what is in the middle."""
+    side, scale = rule.longest_side, rule.longest_side / max(height, width)
+    return Sizes((side, side), None, (max(round(height * scale), rule.least_side), max(round(width * scale), rule.least_side)))
 
 
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:

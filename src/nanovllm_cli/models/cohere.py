@@ -16,6 +16,7 @@ from nanovllm_cli.models.exaone import turned_in_windows, window_pattern
 from nanovllm_cli.models.families import FULL, SLIDING
 from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, no_file
 from nanovllm_cli.models.names import OUT_BIAS
+from nanovllm_cli.models.rotary import woven
 
 _DEFAULTS = {"layer_norm_eps": 1e-5, "logit_scale": 0.0625, "max_position_embeddings": 8192}
 
@@ -104,5 +105,7 @@ COHERE_COMPASS = replace(
     hf=_compass_from_hf,
     gguf_like=no_file("Cohere Compass"),
 )
-COHERE_COMPASS_VISION = replace(COHERE_COMPASS, tied_by_default=False)
+COHERE_COMPASS_VISION = replace(
+    COHERE_COMPASS, tied_by_default=False, hf=lambda spec, read: woven(_compass_from_hf(spec, read), (24, 20, 20))
+)
 """What writes of North Micro Vision."""

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import torch
@@ -22,15 +22,12 @@ from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_fastvit import FastVitTower, fastvit_shapes
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
-from nanovllm_cli.models.tower_products import activated
-from nanovllm_cli.models.tower_queries import Querying, query_shapes
+from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting, projector_shapes
 from nanovllm_cli.models.tower_sam import SamTower, beside_numbers, sam_shapes
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
 """As wide as the hidden size, a patch, at a time: counted where attention is computed, and measured."""
-_TABLED_TOGETHER = 256
-"""Rows, each of which has a weight for every entry of a table."""
 _STRETCHED: dict[Stretch, dict[str, Any]] = {
     "corners": {"mode": "bilinear", "align_corners": True},
     "areas": {"mode": "bilinear", "align_corners": False, "antialias": True},
@@ -39,17 +36,7 @@ _STRETCHED: dict[Stretch, dict[str, Any]] = {
 }
 
 
-class _Grid(NamedTuple):
-    """Of an image in cells. order [n]: the cells, window by window; None: line by line. windows: (how many, patches in each),
-    those of one size together, if the tower has any."""
-
-    lines: int
-    columns: int
-    order: torch.Tensor | None
-    windows: tuple[tuple[int, int], ...]
-
-
-class Tower(Querying):
+class Tower(Projecting):
     """tensors: by our names (`tower_shapes`), on one device, norms and bounds in float32 and all others in one type."""
 
     spec: TowerSpec
@@ -69,6 +56,7 @@ class Tower(Querying):
             inside = attention(Windows(grid.windows, turns), spec.num_heads, spec.head_dim, x, spec.key_heads)
         deep: list[torch.Tensor] = []
         queried: dict[int, torch.Tensor] = {}
+        read: dict[int, torch.Tensor] = {}
         for i in range(spec.num_layers):
             if i:
                 yield
@@ -79,6 +67,8 @@ class Tower(Querying):
             if i == spec.shrinks:
                 x = self._shrunk(x)
                 everywhere = inside = attention(_of_one(x), spec.num_heads, spec.head_dim, x)
+            if i + 1 in spec.reads:
+                read[i + 1] = x.clone()
             if i in spec.deep:
                 name = f"deep.{len(deep)}"
                 deep.append(self._two_layers(name, self._norm(f"{name}.norm", self._joined(x), spec.projector_eps)))
@@ -88,31 +78,33 @@ class Tower(Querying):
         if spec.queries:
             added = tuple(queried[query.before] for query in spec.queries if query.before)
             return TowerRows(queried[0] if 0 in queried else torch.zeros_like(added[0]), added)
+        if spec.reads:
+            x = torch.cat([read[count] for count in spec.reads], dim=1)
         if spec.lead:
-            x = x.view(image.num_squares, -1, spec.hidden_size)[:, 1:].reshape(-1, spec.hidden_size)
+            x = x.view(image.num_squares, -1, x.shape[1])[:, 1:].reshape(-1, x.shape[1])
         if spec.post_norm:
             x = self._norm("post_norm", x)
         rows = self._projected(x, grid)
         rows = _line_by_line(rows if spec.out_scale == 1.0 else rows * spec.out_scale, grid)
         return TowerRows(self._laid_out(rows, image, grid), tuple(_line_by_line(each, grid) for each in deep))
 
-    def _laid_out(self, rows: torch.Tensor, image: Image, grid: _Grid) -> torch.Tensor:
+    def _laid_out(self, rows: torch.Tensor, image: Image, grid: Grid) -> torch.Tensor:
         if image.mosaic is None:
             return rows
         if image.mosaic.apart:
             return laid_apart(rows, image.mosaic, grid.columns, self._tensors["marks.table"])
         return laid_out(rows, image.mosaic, grid.columns, self.spec.squares, self._tensors["line_end.weight"])
 
-    def _grid(self, image: Image) -> _Grid:
+    def _grid(self, image: Image) -> Grid:
         cell = self.spec.cell
         assert image.height % cell == image.width % cell == 0
         assert len(image.pixels) == 3 * image.height * image.width
         lines, columns = image.height // cell, image.width // cell
         order, sizes = _windows(lines, columns, self.spec.window) if self.spec.window else (None, ())
         windows = tuple((count, cells * self.spec.merge**2) for count, cells in sizes)
-        return _Grid(lines, columns, order, windows)
+        return Grid(lines, columns, order, windows)
 
-    def _turns(self, grid: _Grid, squares: int) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turns(self, grid: Grid, squares: int) -> tuple[torch.Tensor, torch.Tensor]:
         """See `Windows`. Angles are computed in float64, on the host."""
         merge, dim, theta = self.spec.merge, self.spec.head_dim, self.spec.theta
         lines, columns = grid.lines * merge, grid.columns * merge
@@ -121,9 +113,13 @@ class Tower(Querying):
             return none, none
         frequencies = theta ** -(torch.arange(0, dim, 2, dtype=torch.float64) / dim)
         of_lines, of_columns = frequencies[0::2], frequencies[1::2] if self.spec.dealt else frequencies[0::2]
-        line = (torch.arange(lines)[:, None] * of_lines)[:, None].expand(-1, columns, -1)
-        column = (torch.arange(columns)[:, None] * of_columns).expand(lines, -1, -1)
+        first = int(self.spec.lead)
+        line = (torch.arange(first, first + lines)[:, None] * of_lines)[:, None].expand(-1, columns, -1)
+        column = (torch.arange(first, first + columns)[:, None] * of_columns).expand(lines, -1, -1)
         angles = _cell_by_cell(torch.cat([line, column], dim=-1), merge, grid.order).view(-1, dim // 2)
+        if self.spec.lead:
+            assert squares == 1
+            angles = torch.cat([torch.zeros_like(angles[:1]), angles])
         return angles.cos().to(self._device, torch.float32), angles.sin().to(self._device, torch.float32)
 
     def _by_cell(self, grid: torch.Tensor, order: torch.Tensor | None) -> torch.Tensor:
@@ -134,7 +130,7 @@ class Tower(Querying):
         sides = grid.shape[0] // (2 * half), half, 2, grid.shape[1] // (2 * half), half, 2
         return grid.reshape(*sides, -1).permute(0, 3, 1, 4, 2, 5, 6).reshape(-1, self.spec.merge**2, grid.shape[-1])
 
-    def _patches(self, image: Image, grid: _Grid) -> torch.Tensor:
+    def _patches(self, image: Image, grid: Grid) -> torch.Tensor:
         """[patches, hidden_size]."""
         spec = self.spec
         side, merge = spec.patch_size, spec.merge
@@ -185,7 +181,7 @@ class Tower(Querying):
         mean = x.view(-1, 4, spec.hidden_size).to(torch.float32).mean(dim=1).to(self._dtype)
         return mean + self._two_layers("shrink", self._norm("shrink.norm", x.view(-1, 4 * spec.hidden_size)), "gelu_tanh")
 
-    def _convolve(self, layer: str, x: torch.Tensor, grid: _Grid) -> None:
+    def _convolve(self, layer: str, x: torch.Tensor, grid: Grid) -> None:
         """A layer that convolves, in place."""
         merge, hidden = self.spec.merge, self.spec.hidden_size
         cells = grid.lines, grid.columns, merge, merge, hidden
@@ -195,57 +191,6 @@ class Tower(Querying):
         mixed = functional.conv2d(plane.to(torch.float32), taps, padding=self.spec.taps // 2, groups=hidden)
         mixed = mixed.view(hidden, grid.lines, merge, grid.columns, merge).permute(1, 3, 2, 4, 0).reshape(x.shape)
         self._add(layer, x, self._linear(f"{layer}.conv_out", after * mixed.to(x.dtype)))
-
-    def _projected(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
-        """[patches, hidden_size] -> [cells, out_size], or of "lined" as many as `PlacedImage.num_rows`."""
-        eps = self.spec.projector_eps
-        if self.spec.projector == "lined":
-            return self._lined(x, grid)
-        if self.spec.projector == "tabled":
-            x = self._joined(x)
-            return torch.cat([self._tabled(x[i : i + _TABLED_TOGETHER]) for i in range(0, len(x), _TABLED_TOGETHER)])
-        if self.spec.projector == "placed":
-            x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, eps)))
-            x = self._norm("projector.mid_norm", x + _places(grid, x.shape[1]).to(x), eps)
-            return self._norm("projector.after_norm", self._linear("projector.out", activated(x, "gelu", gated=False)), eps)
-        if self.spec.projector in ("pooled", "scaled"):
-            means = x.view(-1, self.spec.merge**2, x.shape[-1]).to(torch.float32).mean(dim=1)
-            if self.spec.projector == "pooled":
-                return self._linear("projector.out", self._norm("projector.norm", means, eps))
-            means *= self.spec.hidden_size**0.5  # past what float16 holds
-            if self.spec.standardized:
-                means -= self._tensors["projector.standard_norm.shift"]
-                means *= self._tensors["projector.standard_norm.scale"]
-            return self._linear("projector.out", functional.rms_norm(means, means.shape[1:], eps=eps).to(self._dtype))
-        if self.spec.projector == "joined":
-            x = self._joined(x)
-            if not self.spec.projector_size:
-                return self._linear("projector.out", x)
-            x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
-            return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
-        if self.spec.projector == "gated":
-            x = self._linear("projector.first", self._linear("projector.join", self._joined(x)))
-            x = activated(self._norm("projector.norm", x, eps), "gelu", gated=False)
-            return self._two_layers("projector", x, "silu", gated=True)
-        x = self._joined(self._norm("projector.norm", x, eps))
-        if self.spec.projector == "patch_merger":
-            x = self._linear("projector.join", x)
-        return self._two_layers("projector", x)
-
-    def _tabled(self, x: torch.Tensor) -> torch.Tensor:
-        weights = self._norm("projector.norm", self._linear("projector.up", x), self.spec.projector_eps).to(torch.float32)
-        return self._linear("projector.out", weights.softmax(dim=-1).to(self._dtype))
-
-    def _lined(self, x: torch.Tensor, grid: _Grid) -> torch.Tensor:
-        first, line_end, last = (self._tensors[f"projector.{name}.weight"] for name in ("begin", "line_end", "end"))
-        x = self._linear("projector.join", self._joined(self._norm("projector.norm", x, self.spec.projector_eps)))
-        x = self._linear("projector.first", activated(x, self.spec.activation, gated=False))
-        lines = torch.cat([x.view(grid.lines, grid.columns, -1), line_end.expand(grid.lines, 1, -1)], dim=1)
-        x = torch.cat([first[None], self._linear("projector.out", lines.flatten(0, 1)), last[None]])
-        return self._norm("projector.after_norm", x, self.spec.projector_eps)
-
-    def _joined(self, x: torch.Tensor) -> torch.Tensor:
-        return x.view(-1, self.spec.joins * x.shape[-1])
 
 
 def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colours) -> Seeing:
@@ -321,69 +266,7 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         between = spec.out_size if spec.projector == "placed" else joined
         matrix(f"deep.{i}.up", between, joined)
         matrix(f"deep.{i}.down", spec.out_size, between)
-    if spec.projector == "pooled":
-        norm("projector.norm", kind="rms")
-        matrix("projector.out", spec.out_size, hidden, bias=False)
-        return shapes
-    if spec.projector == "scaled":
-        if spec.standardized:
-            shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
-        matrix("projector.out", spec.out_size, hidden, bias=False)
-        return shapes
-    if spec.projector == "queried":
-        return shapes | query_shapes(spec)
-    if spec.projector == "tabled":
-        matrix("projector.up", spec.projector_size, joined, bias=False)
-        norm("projector.norm", spec.projector_size, kind="layer")
-        matrix("projector.out", spec.out_size, spec.projector_size, bias=False)
-        return shapes | {"marks.table": (spec.marks, spec.out_size)}
-    if spec.projector == "placed":
-        norm("projector.norm")
-        matrix("projector.join", spec.out_size, joined, bias=False)
-        norm("projector.mid_norm", spec.out_size)
-        matrix("projector.out", spec.out_size, spec.out_size, bias=False)
-        norm("projector.after_norm", spec.out_size)
-        return shapes
-    if spec.projector == "joined":
-        if not spec.projector_size:
-            matrix("projector.out", spec.out_size, joined, spec.projector_bias)
-            return shapes
-        if spec.projector_eps:
-            norm("projector.norm", joined, kind="layer")
-        bias = spec.bias or spec.projector_bias
-        matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
-        matrix("projector.down", spec.out_size, spec.projector_size, bias)
-        return shapes
-    if spec.projector == "gated":
-        matrix("projector.join", spec.out_size, joined, bias=True)
-        matrix("projector.first", spec.out_size, spec.out_size, bias=False)
-        norm("projector.norm", spec.out_size, kind="layer")
-        matrix("projector.up", 2 * spec.projector_size, spec.out_size, bias=False)
-        matrix("projector.down", spec.out_size, spec.projector_size, bias=False)
-        return shapes
-    if spec.projector == "lined":
-        norm("projector.norm", kind="rms")
-        matrix("projector.join", 2 * hidden, joined)
-        matrix("projector.first", 4 * hidden, 2 * hidden)
-        shapes["projector.line_end.weight"] = (4 * hidden,)
-        matrix("projector.out", spec.out_size, 4 * hidden)
-        shapes |= dict.fromkeys(("projector.begin.weight", "projector.end.weight"), (spec.out_size,))
-        norm("projector.after_norm", spec.out_size, kind="rms")
-        return shapes
-    if spec.projector == "merger" and spec.projector_size:
-        norm("projector.norm", kind="layer")
-        matrix("projector.up", spec.projector_size, joined, spec.projector_bias)
-        matrix("projector.down", spec.out_size, spec.projector_size, spec.projector_bias)
-        return shapes
-    norm("projector.norm")
-    if spec.projector == "patch_merger":
-        matrix("projector.join", hidden, joined, bias=False)
-        matrix("projector.up", spec.out_size, hidden)
-        matrix("projector.down", spec.out_size, spec.out_size)
-        return shapes
-    matrix("projector.up", joined, joined)
-    matrix("projector.down", spec.out_size, joined)
-    return shapes
+    return shapes | projector_shapes(spec)
 
 
 def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:
@@ -400,7 +283,7 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
         return beside_numbers(spec, patches) * dtype.itemsize
     inner = (4 if spec.gated else 2) * spec.intermediate_size * min(patches, ROWS_TOGETHER)
     if spec.projector == "tabled":
-        inner = max(inner, 12 * spec.projector_size * _TABLED_TOGETHER // dtype.itemsize)
+        inner = max(inner, 12 * spec.projector_size * TABLED_TOGETHER // dtype.itemsize)
     numbers = ROWS_KEPT * spec.hidden_size * patches + inner
     return max(numbers, 0 if spec.sam is None else spec.sam.most_numbers(patches)) * dtype.itemsize
 
@@ -417,21 +300,13 @@ def _of_one(x: torch.Tensor) -> Windows:
     return Windows(((1, len(x)),), (none, none))
 
 
-def _places(grid: _Grid, width: int) -> torch.Tensor:
-    """[cells, width] float64: sines and cosines of a cell's column, then of its line."""
-    turns = 1e4 ** -(torch.arange(width // 4, dtype=torch.float64) / (width // 4))
-    angles = [torch.arange(count)[:, None] * turns for count in (grid.columns, grid.lines)]
-    column, line = (torch.cat([each.sin(), each.cos()], dim=1) for each in angles)
-    return torch.cat([column.expand(grid.lines, -1, -1), line[:, None].expand(-1, grid.columns, -1)], dim=2).flatten(0, 1)
-
-
 def _nearest(count: int, rows: int) -> torch.Tensor:
     """For each of so many patches which of a table's rows, with transformers' rounding."""
     begins = torch.arange(1 / rows, 1.0, 1 / rows)
     return torch.bucketize(torch.arange(count) / count, begins, right=True).clamp(max=rows - 1)
 
 
-def _line_by_line(rows: torch.Tensor, grid: _Grid) -> torch.Tensor:
+def _line_by_line(rows: torch.Tensor, grid: Grid) -> torch.Tensor:
     if grid.order is None:
         return rows
     out = torch.empty_like(rows)

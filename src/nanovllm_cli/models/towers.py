@@ -45,7 +45,9 @@ from nanovllm_cli.models.towers_deepseek import (
     deepseek_ocr2,
     deepseek_ocr2_code,
 )
+from nanovllm_cli.models.towers_deepseek_vl import DEEPSEEK_VL_NAMES, JANUS_NAMES, deepseek_vl, janus
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
+from nanovllm_cli.models.towers_dots import DOTS_OCR_NAMES, HYPERCLOVAX_NAMES, dots_ocr, hyperclovax
 from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
@@ -59,7 +61,9 @@ from nanovllm_cli.models.towers_internvl import (
     internvl_chat,
     qianfan_ocr,
 )
+from nanovllm_cli.models.towers_kimi import KIMI_K25_NAMES, KIMI_UNREAD, KIMI_VL_NAMES, kimi_k25, kimi_vl
 from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
+from nanovllm_cli.models.towers_llama4 import LLAMA4_NAMES, llama4
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
@@ -79,6 +83,8 @@ from nanovllm_cli.models.towers_qwen import (
     qwen3_vl,
 )
 from nanovllm_cli.models.towers_tiled import IDEFICS3_NAMES, LFM2_NAMES, idefics3, lfm2
+from nanovllm_cli.models.towers_videollama import VIDEO_LLAMA3_NAMES, video_llama3
+from nanovllm_cli.models.towers_vipllava import VIP_LLAVA_NAMES, video_llava, vip_llava
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
@@ -228,13 +234,18 @@ _QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, Q
 _OMNI2_5, _OMNI3 = TowerFamily(omni2_5, OMNI2_5_NAMES), TowerFamily(qwen3_vl, OMNI3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
 _GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
+_KIMI_K25 = TowerFamily(kimi_k25, KIMI_K25_NAMES, KIMI_UNREAD)
 _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
     "Cohere2VisionForConditionalGeneration": TowerFamily(command_a_vision, COMMAND_A_NAMES),
+    "CohereCompassForConditionalGeneration": _QWEN3_VL,
+    "DeepseekVLForConditionalGeneration": TowerFamily(deepseek_vl, DEEPSEEK_VL_NAMES),
     "DeepseekOCRForCausalLM": TowerFamily(deepseek_ocr, DEEPSEEK_OCR_NAMES, DEEPSEEK_OCR_UNREAD),
     "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
+    "DotsOCRForCausalLM": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
+    "DotsOCRForConditionalGeneration": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
@@ -247,13 +258,20 @@ TOWERS: dict[str, TowerFamily] = {
     "Granite4VisionForConditionalGeneration": TowerFamily(granite4, GRANITE4_NAMES),
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
+    "HyperCLOVAXVisionV2ForConditionalGeneration": TowerFamily(hyperclovax, HYPERCLOVAX_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD),
+    "JanusForConditionalGeneration": TowerFamily(janus, JANUS_NAMES),
+    "KimiK25ForConditionalGeneration": _KIMI_K25,
+    "Kimi_K25ForConditionalGeneration": _KIMI_K25,
+    "KimiVLForConditionalGeneration": TowerFamily(kimi_vl, KIMI_VL_NAMES),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
+    "Llama4ForConditionalGeneration": TowerFamily(llama4, LLAMA4_NAMES),
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
     "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
+    "LlavaNextVideoForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
     "Ovis2ForConditionalGeneration": TowerFamily(ovis2, OVIS2_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
@@ -277,4 +295,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
     "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "VideoLlama3ForConditionalGeneration": TowerFamily(video_llama3, VIDEO_LLAMA3_NAMES),
+    "VideoLlavaForConditionalGeneration": TowerFamily(video_llava, LLAVA_NAMES, LLAVA_UNREAD),
+    "VipLlavaForConditionalGeneration": TowerFamily(vip_llava, VIP_LLAVA_NAMES, LLAVA_UNREAD),
 }

@@ -21,7 +21,14 @@ from nanovllm_cli.models.tower_configs import RESAMPLES, square
 from nanovllm_cli.models.towers import TOWERS
 from nanovllm_cli.models.towers_gemma4 import BOUNDS
 from nanovllm_cli.models.towers_gguf_deepseek import deepseek_from_gguf, deepseek_names, deepseek_ocr_from_gguf
-from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
+from nanovllm_cli.models.towers_gguf_newer import (
+    dots_ocr_from_gguf,
+    janus_from_gguf,
+    kimi_k25_from_gguf,
+    kimi_vl_from_gguf,
+    llama4_from_gguf,
+)
+from nanovllm_cli.vision_spec import Stored, TowerSpec, VisionSpec
 
 _WINDOW = 112  # of Qwen2.5-VL, in pixels: no file says it
 
@@ -54,7 +61,7 @@ class Projector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
     it belongs to. configs: config.json, and the image processor's settings without colours. also: other "architectures" with the
     same projector; which it is, configs says. fused: llama.cpp wants queries, keys and values as one; what is read may be either.
-    instead: see `ImageTokens`."""
+    instead: see `ImageTokens`. stored: see `TowerSpec`, of these files, where folders have it otherwise."""
 
     model: str
     texts: tuple[str, ...]
@@ -62,6 +69,7 @@ class Projector:
     also: tuple[str, ...] = ()
     fused: bool = False
     instead: str = ""
+    stored: Stored | None = None
 
 
 def projector_of(read: ConfigReader) -> Projector:
@@ -93,7 +101,8 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
     settings |= {key: read.values.get(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
     spec = TOWERS[model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
     tokens = replace(spec.tokens, instead=projector.instead)
-    return replace(spec, tower=replace(spec.tower, intermediate_size=inner), tokens=tokens)
+    tower = replace(spec.tower, intermediate_size=inner, stored=projector.stored or spec.tower.stored)
+    return replace(spec, tower=tower, tokens=tokens)
 
 
 def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]:
@@ -109,9 +118,7 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
         "after_attention_norm": ("attn_post_norm",), "after_mlp_norm": ("ffn_post_norm",),
         "attention_scale": ("ls1",), "mlp_scale": ("ls2",),
     }  # fmt: skip
-    is_paddle, is_minicpm = spec.projector == "merger" and spec.post_norm, spec.stretch == "nearest"
-    projector = "patch_merger" if is_paddle else "mlp" if spec.lead else "nearest" if is_minicpm else spec.projector
-    others = _NAMES | _PROJECTOR_NAMES[projector]
+    others = _NAMES | _PROJECTOR_NAMES[_projector_kind(spec)]
     modules: dict[str, tuple[str, ...]] = {ours: (theirs,) for ours, theirs in others.items()}
     if spec.projector == "gated":
         modules["projector.up"] = "mm.gate", "mm.up"
@@ -129,6 +136,16 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
     if spec.frames:
         names["patch.weight"] += tuple(f"v.patch_embd.weight.{frame}" for frame in range(1, spec.frames))
     return names
+
+
+def _projector_kind(spec: TowerSpec) -> str:
+    """By which its tensors are called there."""
+    if spec.projector == "merger" and spec.post_norm:  # of PaddleOCR-VL and MoonViT, and of dots.ocr
+        return "dots" if spec.gated else "patch_merger"
+    if spec.projector == "joined" and spec.projector_size and (spec.merge, spec.norm, spec.stretch) == (1, "layer", "corners"):
+        return "mlp" if spec.lead else "aligner"
+    is_mlp = spec.lead and spec.projector != "shuffled"
+    return "mlp" if is_mlp else "nearest" if spec.stretch == "nearest" else spec.projector
 
 
 def _qwen2(given: Given) -> tuple[Config, Config]:
@@ -338,6 +355,14 @@ PROJECTORS = {
     "deepseekocr2": Projector(
         "DeepseekOcr2ForConditionalGeneration", ("deepseek2-ocr",), deepseek_from_gguf, also=("DeepseekOCR2ForCausalLM",)
     ),
+    "dots_ocr": Projector("DotsOCRForCausalLM", ("qwen2",), dots_ocr_from_gguf, fused=True),
+    "janus_pro": Projector("JanusForConditionalGeneration", ("llama",), janus_from_gguf),
+    "kimivl": Projector("KimiVLForConditionalGeneration", ("deepseek2",), kimi_vl_from_gguf),
+    "kimik25": Projector(
+        "KimiK25ForConditionalGeneration", ("deepseek2",), kimi_k25_from_gguf, also=("Kimi_K25ForConditionalGeneration",),
+        fused=True, stored="axes",
+    ),
+    "llama4": Projector("Llama4ForConditionalGeneration", ("llama4",), llama4_from_gguf),
     "paddleocr": Projector("PaddleOCRVLForConditionalGeneration", ("paddleocr",), _paddleocr),
     "hunyuanvl": Projector("HunYuanVLForConditionalGeneration", ("hunyuan_vl",), _hunyuan),
     "idefics3": Projector("SmolVLMForConditionalGeneration", ("llama",), _idefics3),
@@ -379,6 +404,13 @@ _PROJECTOR_NAMES = {
     "nearest": {"projector.norm": "mm.input_norm", "projector.up": "mm.up", "projector.down": "mm.down"},
     "joined": {
         "projector.norm": "mm.input_norm", "projector.up": "mm.1", "projector.down": "mm.2", "projector.out": "mm.model.fc",
+    },
+    "dots": {
+        "post_norm": "mm.post_norm", "projector.norm": "mm.input_norm", "projector.up": "mm.0", "projector.down": "mm.2",
+    },
+    "aligner": {"projector.up": "mm.0", "projector.down": "mm.1"},
+    "shuffled": {
+        "projector.up": "mm.model.mlp.1", "projector.down": "mm.model.mlp.2", "projector.out": "mm.model.fc",
     },
     "mlp": {f"projector.{ours}": f"mm.model.mlp.{place}" for ours, place in (("norm", 0), ("up", 1), ("down", 3))},
 }  # fmt: skip

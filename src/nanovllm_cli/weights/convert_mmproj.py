@@ -26,7 +26,7 @@ from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_typ
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.tensor_names import names_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
-from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_whole, tower_parts
+from nanovllm_cli.weights.vision import arranged, bounds_of, read_vision, read_whole, tower_parts, turned_as
 
 _CONVOLVED = ("v.patch_embd.weight", "v.patch_embd.weight.1", "mm.patch_merger.weight", "mm.input_projection.weight")
 """Which llama.cpp computes with in float16 or float32 alone."""
@@ -36,6 +36,8 @@ _IN_FULL = (
     "v.resample_query_1024.weight",
 )  # fmt: skip
 """Of SAM, and what is behind it, beside kernels: what llama.cpp stretches, or puts beside other rows, in float32 alone."""
+_LEAST_PATCHES = 8
+"""Of a Kimi K2.5's image, as llama.cpp's converter has it."""
 _OF_ANY_SIZE = 256
 """What llama.cpp's converter says is the side of images where it means nothing."""
 
@@ -122,8 +124,11 @@ class _TowerView(CheckpointView):
         self._reader = open_reader(source)
         self._spec = spec
         self._parts = parts
+        self._turned = projector.stored or spec.stored
         width = spec.hidden_size if spec.sam is None else spec.sam.hidden_size
         self._kernel: tuple[int, ...] = width, 3, spec.patch_size, spec.patch_size
+        if spec.projector == "shuffled":  # a matrix there, too
+            self._kernel = width, 3 * spec.patch_size**2
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
                      for place, theirs in enumerate(names)}  # fmt: skip
@@ -140,6 +145,8 @@ class _TowerView(CheckpointView):
         if len(infos) == count:  # which need not be as large as each other
             infos, count = [infos[place]], 1
         rows, *others = infos[0].shape
+        if ours == "positions.weight" and self._turned == self._spec.stored == "pairs":  # a Kimi-VL's square
+            rows, others = rows * others[0], others[1:]
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
         if self._spec.projector == "lined" and ours == "positions.weight":
             shape = self._spec.positions, self._spec.hidden_size
@@ -170,6 +177,12 @@ class _TowerView(CheckpointView):
             return kernel.reshape(self._kernel).contiguous()
         if self._spec.projector == "lined" and ours == "positions.weight":
             return arranged(ours, whole, self._spec)
+        if ours == "positions.weight" and self._turned == self._spec.stored == "pairs":
+            return whole.flatten(0, 1)
+        if ".qkv." in ours and self._turned != self._spec.stored:
+            q, k, v = whole.chunk(3)
+            heads = self._spec.num_heads
+            whole = torch.cat([*(turned_as(each, heads, self._spec.stored, self._turned) for each in (q, k)), v])
         part = whole if is_apart else whole.chunk(count)[place]
         if ours.endswith(".qkv.weight") and self._spec.dealt and place < 2:
             return halves_to_pairs(part, self._spec.head_dim, self._spec.head_dim)
@@ -199,10 +212,11 @@ def _projector(source: Checkpoint) -> tuple[str, Projector]:
 
 def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     tower, size = spec.tower, spec.size
-    side = {"tiles": size.tile, "canvas": size.tile, "slices": size.tile, "grid": _OF_ANY_SIZE}.get(size.kind, size.longest_side)
+    known = {"padded": 0, "tiles": size.tile, "canvas": size.tile, "slices": size.tile, "grid": _OF_ANY_SIZE}
+    side = known.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
-    eps = tower.projector_eps if label == "pixtral" and tower.projector_eps else tower.eps
+    eps = tower.projector_eps if label in ("pixtral", "kimik25") and tower.projector_eps else tower.eps
     mean, std, where = list(spec.mean), list(spec.std), "clip.projector_type"
     if tower.projector == "scaled":  # which takes off a half and divides by one itself
         mean, std = [one - other for one, other in zip(mean, std, strict=True)], [2 * each for each in std]
@@ -217,11 +231,14 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     }  # fmt: skip
     if tower.activation != "quick_gelu" or tower.sam is not None:  # which says it of SAM
         keys["clip.use_silu" if tower.activation == "silu" and tower.sam is None else "clip.use_gelu"] = True
-    is_scale = tower.projector in ("pooled", "joined", "scaled")
+    is_scale = tower.projector in ("pooled", "joined", "scaled", "shuffled") or label in ("kimivl", "kimik25", "dots_ocr")
     if label != "pixtral" or not is_scale:
         keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
     if size.kind == "area":
         keys |= {"clip.vision.image_min_pixels": size.min_pixels, "clip.vision.image_max_pixels": size.max_pixels}
+    if label == "kimik25":
+        patch = tower.patch_size**2
+        keys |= {"clip.vision.image_min_pixels": _LEAST_PATCHES * patch, "clip.vision.image_max_pixels": size.most_tiles * patch}
     if size.kind == "tiles":
         keys["clip.vision.preproc_image_size"] = size.longest_side
     if size.kind in ("canvas", "pages"):
@@ -245,4 +262,5 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
 def _check(keys: dict[str, Any], shapes: dict[str, tuple[int, ...]], spec: VisionSpec) -> None:
     """Reads the keys as they will be read. Which token stands for an image is not their matter."""
     found = vision_from_gguf(ConfigReader(keys, "the file"), shapes)
+    spec = replace(spec, tower=replace(spec.tower, stored=found.tower.stored))
     check_spec(replace(spec, tokens=replace(found.tokens, before=spec.tokens.before)), found)

@@ -21,7 +21,7 @@ from nanovllm_cli.models.tower_fastvit import fastvit_stored
 from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.tower_sam import sam_stored
 from nanovllm_cli.models.towers import TowerFamily, tower_family
-from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import Stored, TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of, some
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
@@ -32,10 +32,13 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
-    "visual_embeddings_table",
+    "visual_embeddings_table", "mm_projector", "aligner",
 )  # fmt: skip
-_ALSO = {"vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector"}
-"""LightOnOCR's and PaddleOCR-VL's names for what others have."""
+_ALSO = {
+    "vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector",
+    "image_tower": "vision_tower", "vision_projector": "projector",
+}  # fmt: skip
+"""LightOnOCR's, PaddleOCR-VL's, Video-LLaVA's and HyperCLOVA X Vision's names for what others have."""
 _ROOT = re.compile(
     rf"(?:model\.|thinker\.)?(?:({'|'.join((*_ROOTS, *_ALSO))})\.(?:vision_model\.)?|(?=(?:image_newline|view_seperator)$))"
 )
@@ -203,6 +206,11 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.projector == "shuffled":  # a matrix, of each colour's pixels behind each other
+        shapes["patch.weight"] = (spec.hidden_size, 3 * spec.patch_size**2)
+    is_moonvit = spec.projector == "merger" and spec.stored != "halves"
+    if is_moonvit and (not of_file or spec.stored == "axes"):  # as llama.cpp's files of a Kimi K2.5 have it, too
+        shapes["positions.weight"] = (*(2 * (math.isqrt(spec.positions),)), spec.hidden_size)
     if spec.taps:  # a matrix over colours, frames, lines and columns
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
     if spec.projector == "gated":  # a kernel over a cell
@@ -219,7 +227,7 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
-    if spec.lead and spec.norm_placed:  # CLIP's
+    if spec.lead and spec.norm_placed and not of_file:  # CLIP's
         shapes["lead.weight"] = (spec.hidden_size,)
     elif spec.lead and not of_file:
         shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
@@ -234,7 +242,7 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.flatten(0, 2)
     if spec.sam is not None and ours in ("separator.weight", "line_end.weight", "behind.lead"):
         return stored.flatten()
-    if ours == "patch.weight":
+    if ours == "patch.weight" and spec.projector != "shuffled":
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
         if stored.dim() == 2:  # a pixel's colours are behind each other there
@@ -243,6 +251,13 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return kernel.flatten(1)
     if ours.endswith(".bounds"):
         return stored.view(-1, 4)
+    if spec.stored != "halves" and ours.endswith((".qkv.weight", ".qkv.bias")):
+        q, k, v = stored.chunk(3)
+        return torch.cat([*(turned_as(each, spec.num_heads, spec.stored, "halves") for each in (q, k)), v])
+    if spec.projector == "shuffled" and ours == "positions.weight":  # that of what leads is behind the others
+        return stored.roll(1, 0)
+    if ours == "positions.weight" and stored.dim() == 3 and not spec.by_axis:
+        return stored.flatten(0, -2)
     if ours.endswith(".query.table"):
         return stored[0]
     if ours.endswith(".places.table"):  # of patches line by line there
@@ -270,6 +285,23 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     if ours == "projector.join.weight" and spec.projector != "placed":  # a dimension's patches are behind each other there
         return stored.view(len(stored), spec.hidden_size, spec.merge**2).transpose(1, 2).flatten(1)
     return stored
+
+
+def turned_as(rows: torch.Tensor, heads: int, stored: Stored, wanted: Stored) -> torch.Tensor:
+    """Rows of queries, or of keys, whose heads' numbers are stored in one order, in another."""
+    of_head = rows.shape[0] // heads
+    match stored:
+        case "halves":
+            parts = rows.view(heads, 2, 2, of_head // 4, -1).flip(2).permute(0, 2, 3, 1, 4)
+        case "axes":
+            parts = rows.view(heads, 2, of_head // 4, 2, -1)
+        case "pairs":
+            parts = rows.view(heads, of_head // 4, 2, 2, -1).transpose(1, 2)
+    if wanted == "halves":
+        parts = parts.permute(0, 3, 1, 2, 4).flip(2)
+    elif wanted == "pairs":
+        parts = parts.transpose(1, 2)
+    return parts.reshape(rows.shape)
 
 
 def _axes_joined(stored: torch.Tensor, heads: int) -> torch.Tensor:
