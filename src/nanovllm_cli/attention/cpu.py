@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli import system
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
@@ -124,6 +125,10 @@ class CpuAttention:
                 f"a KV cache of {num_bytes / 2**30:.1f} GiB can't be had: {error.strerror}",
                 "take less by --kv-cache, or shorten the context with --ctx-size",
             ) from None
+
+    @property
+    def page_bytes(self) -> int:
+        return system.returned_page_bytes()
 
     def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
         return CpuBlocks(layers)
