@@ -21,7 +21,8 @@ from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import near
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.memory import CacheSize, Near, near_of, size_cache
-from nanovllm_cli.engine.near import NearRoom, kept_blocks
+from nanovllm_cli.engine.near import NearParts, NearRoom, kept_blocks
+from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.mixer_spec import AttentionSpec
@@ -81,6 +82,36 @@ def test_nobody_lacks_a_part_within_reach_and_there_are_never_more(short: None, 
         (expected,) = drain(plain).values()
         found = [answer.token_ids for answer in outputs[name].outputs]
         assert found == [answer.token_ids for answer in expected.outputs]
+
+
+def sequence(*blocks: int) -> Sequence:
+    request = Request("r", (), SamplingParams(), 100, (), 0.0)
+    return Sequence(1, request, 0, 0, [0] * SIZE * len(blocks), block_table=list(blocks))
+
+
+def test_what_is_held_again_is_not_given_back(short: None) -> None:
+    parts = NearParts(NearRoom(2, 4), SIZE)
+    parts.hold(first := sequence(10, 11), 8)
+    parts.release(first)
+    parts.hold(second := sequence(12), 4)  # in the place of the one that was let go of first
+    assert (parts.has(10), parts.has(11)) == (True, False)
+    parts.release(second)
+    parts.hold(sequence(11), 4)
+    assert parts.take_gone() == [10]
+    assert parts.take_gone() == []
+
+
+def test_what_is_of_no_use_goes_first(short: None) -> None:
+    parts = NearParts(NearRoom(3, 4), SIZE)
+    for block in (10, 11, 12):
+        parts.hold(each := sequence(block), 4)
+        parts.release(each)
+    parts.forget(12)
+    parts.forget(13)  # which has none
+    parts.hold(sequence(14), 4)
+    assert parts.take_gone() == [12]
+    parts.hold(sequence(15), 4)
+    assert parts.take_gone() == [10]
 
 
 def test_a_conversation_goes_on_from_its_end(short: None) -> None:

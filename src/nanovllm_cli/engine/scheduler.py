@@ -159,8 +159,7 @@ class Scheduler:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
         look = self._looking.take()
         self._steps.append(_Step(self._members, self._scheduled, look, self._copies, sources, finished))
-        state_copies = self._state_copies + sources
-        copies, gone = (self._copies, state_copies), self._blocks.near.take_gone()
+        copies, gone = (self._copies, self._state_copies + sources), self._blocks.near.take_gone()
         return Plan(self._scheduled, new, finished, *copies, None if look is None else look[1], gone)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
