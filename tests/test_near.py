@@ -169,8 +169,10 @@ def test_a_long_text_takes_what_its_layers_see(folder: Path, given: list[int]) -
     room = 128 * (whole - part) + 26 * part
     near_worker = worker_for(folder, num_blocks=None, kv_cache_bytes=room, max_model_len=2000, max_num_batched_tokens=96)
     worker = worker_for(folder, max_num_batched_tokens=96)
-    assert near_worker.block_bytes == whole and near_worker.near_bytes == part
-    assert near_worker.near.reach == WINDOW and near_worker.num_blocks >= 125 > room // whole
+    assert near_worker.block_bytes == whole
+    assert near_worker.near_bytes == part
+    assert near_worker.near.reach == WINDOW
+    assert near_worker.num_blocks >= 125 > room // whole
     assert near_worker.kv_bytes <= room
     ids = [i * i % 509 for i in range(1200)]
     asked = [(ids, SamplingParams(temperature=0.0, max_tokens=200, logprobs=2, ignore_eos=True))]
@@ -188,7 +190,8 @@ def test_all_is_kept_as_long_as_there_is_room(folder: Path, given: list[int]) ->
     near_of_it = Near(4000, WINDOW, 512)
     assert size_cache(config, 2048, whole, 126 * whole, 0, near_of_it) == (126, 1000, 0, 0)
     blocks, length, _, parts = size_cache(config, 2048, whole, 125 * whole, 0, near_of_it)
-    assert (blocks, length) == (126, 1000) and near_of_it.least(16) <= parts < 126
+    assert (blocks, length) == (126, 1000)
+    assert near_of_it.least(16) <= parts < 126
     assert CacheSize(blocks, length, 0, parts).num_bytes(whole, 0, 4000) <= 125 * whole
     assert size_cache(replace(config, num_blocks=9, max_model_len=None), 2048, whole, 0, 0, near_of_it).num_near == 0
 
@@ -207,7 +210,8 @@ def test_there_is_never_less_context_than_with_all_kept(room: int) -> None:
             except DoesNotFitError:
                 assert plain.num_blocks == 0
                 continue
-            assert found.num_blocks >= plain.num_blocks and found.max_model_len >= plain.max_model_len
+            assert found.num_blocks >= plain.num_blocks
+            assert found.max_model_len >= plain.max_model_len
             assert found.num_bytes(1000, 0, 800) <= room * 1000
             assert found.num_near == 0 or near_of_it.least(16) <= found.num_near < found.num_blocks
 
@@ -234,8 +238,10 @@ def test_a_layer_that_others_read_from_the_beginning_keeps_all(given: list[int])
     reads = AttentionSpec(4, 2, 16, None, reads=0)
     layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
     side = 2 * 16 * 16 * 4
-    assert near_bytes([window], layout) == 2 * side and near_reach([window]) == 8
-    assert near_bytes([window, reads], layout) == 0 and near_reach([window, reads]) == 0
+    assert near_bytes([window], layout) == 2 * side
+    assert near_reach([window]) == 8
+    assert near_bytes([window, reads], layout) == 0
+    assert near_reach([window, reads]) == 0
     assert near_reach([window, replace(reads, window=20)]) == 20
     assert near_reach([window, replace(window, window=None, chunk=64)]) == 64
 
@@ -250,7 +256,8 @@ def test_pages_that_are_given_back_are_no_memory_and_zeros() -> None:
     system.keep_pages_small(memory.data_ptr(), memory.nbytes)
     system.give_back(memory.data_ptr() + page // 2, 255 * page)
     assert psutil.Process().memory_info().rss <= resident - 250 * page
-    assert (memory[:page] == 7).all() and (memory[-page:] == 7).all()
+    assert (memory[:page] == 7).all()
+    assert (memory[-page:] == 7).all()
     assert not memory[page:-page].any()
     system.give_back(memory.data_ptr() + 1, page)  # no whole page lies in it
     assert (memory[:page] == 7).all()
@@ -275,7 +282,7 @@ def test_saved_kv_comes_back_with_what_was_kept(folder: Path, given: list[int], 
     told = {"max_num_batched_tokens": 96}
 
     def engine(**others: Any) -> Engine:
-        sizes = {"num_blocks": None, "kv_cache_bytes": room, "max_model_len": 2000} if not others else others
+        sizes = others if others else {"num_blocks": None, "kv_cache_bytes": room, "max_model_len": 2000}
         return engine_for(worker_for(folder, **sizes | told), **told)
 
     params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)

@@ -495,7 +495,8 @@ def test_a_plan_crosses_as_it_is() -> None:
 
 def test_processes_that_compute_together_give_back_alike(tmp_path: Path, quick: RankServer) -> None:
     """What layers with a window keep (see `near.py`): of each a page of every side of a block, one head of 64 numbers."""
-    shape = {"hidden_size": 64, "head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2, "max_position_embeddings": 4096}
+    heads = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
+    shape = {"hidden_size": 64, "max_position_embeddings": 4096} | heads
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
     windows = {"layer_types": kinds, "use_sliding_window": True, "sliding_window": 40, "num_hidden_layers": 3}
     folder = save(random_model(Qwen3Config(**SHAPE | shape | windows)), tmp_path)
