@@ -263,6 +263,16 @@ def test_pages_that_are_given_back_are_no_memory_and_zeros() -> None:
     assert (memory[:page] == 7).all()
 
 
+def test_a_cache_may_have_more_places_than_the_machine_has_memory() -> None:
+    rules = Path("/proc/sys/vm/overcommit_memory")
+    if not rules.exists() or rules.read_text().strip() == "2":
+        pytest.skip("this system grants no more than there is")
+    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
+    memory = layout.empty_cache(2 * system.memory_bytes())
+    memory[-1] = 7
+    assert memory[-1] == 7
+
+
 def test_runs_of_blocks_are_given_back_at_once(given: list[int]) -> None:
     layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
     cache = KVCache(20, [AttentionSpec(4, 2, 16, None, window=8)], layout)

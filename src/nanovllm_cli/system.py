@@ -55,6 +55,10 @@ def memory_bytes() -> int:
     return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
+NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0 if SYSTEM == MACOS else 0x4000)
+"""A flag of mmap(2), which not every Python names; without effect where the system never grants more than there is."""
+
+
 def returned_page_bytes() -> int:
     """Of the pages that `give_back` gives back; 0 where the system has no call for it that says what they read as afterwards."""
     return 0 if is_macos() else os.sysconf("SC_PAGE_SIZE")

@@ -119,7 +119,7 @@ class CpuAttention:
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
-            return cpu.zeros(num_bytes, torch.uint8)
+            return cpu.zeros(num_bytes, torch.uint8, reserved=False)
         except OSError as error:  # less than is free, and more than this process may have (ulimit -v)
             raise DoesNotFitError(
                 f"a KV cache of {num_bytes / 2**30:.1f} GiB can't be had: {error.strerror}",
