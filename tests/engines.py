@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import copy
+import ctypes
 import math
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
+from nanovllm_cli import system
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.engine import Engine
@@ -83,6 +86,21 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), *, token_work: int
         eos_ids=eos_ids,
         seeing=worker.sight and Seeing(worker.sight.senses, None, None, work),
     )
+
+
+def poison_what_is_given_back(patch: pytest.MonkeyPatch, page: int = 64) -> list[int]:
+    """Memory of layers with a window is overwritten with NaNs where it would be given back, in pages that suit small models; the
+    bytes of each call."""
+    given: list[int] = []
+
+    def poison(address: int, num_bytes: int) -> None:
+        given.append(num_bytes)
+        ctypes.memset(address, 0xFF, num_bytes)
+
+    patch.setattr(system, "returned_page_bytes", lambda: page)
+    patch.setattr(system, "give_back", poison)
+    patch.setattr(system, "keep_pages_small", lambda address, num_bytes: None)
+    return given
 
 
 def run(

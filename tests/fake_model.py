@@ -12,6 +12,7 @@ from collections.abc import Callable
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.executor import Prepare
+from nanovllm_cli.engine.near import NearRoom
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, NewSequence, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.sampling_params import SamplingParams
@@ -25,11 +26,15 @@ class FakeModel:
 
     before, midway: called with each plan before anything is done and when everything is written; may raise.
     draw_error: message for a sequence, or None. drop, empty: sequences without a draw, and with one of no token.
-    script: the answer of every sequence, instead of what the chain says.
+    script: the answer of every sequence, instead of what the chain says. near: what layers with a window keep, which is checked
+    apart, and may be there of so many blocks.
     """
 
-    def __init__(self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9) -> None:
-        self.block_size, self.num_states = block_size, 0
+    def __init__(
+        self, block_size: int, *, max_tokens: int = 10**9, max_seqs: int = 10**9, near: NearRoom = NearRoom()
+    ) -> None:
+        self.block_size, self.num_states, self.near = block_size, 0, near
+        self.near_memory: dict[int, dict[int, tuple[int, int]]] = {}
         self.max_tokens, self.max_seqs = max_tokens, max_seqs
         self.memory: dict[tuple[int, int], tuple[int, int]] = {}
         self.known: dict[int, NewSequence] = {}
@@ -61,6 +66,10 @@ class FakeModel:
                 self.memory.pop((target, offset), None)
                 if (source, offset) in self.memory:
                     self.memory[target, offset] = self.memory[source, offset]
+            if source in self.near_memory:
+                self.near_memory[target] = dict(self.near_memory[source])
+        for block in plan.gone:
+            self.near_memory.pop(block, None)
         for scheduled in plan.scheduled:
             self._write(scheduled)
         self.midway(plan)
@@ -88,6 +97,9 @@ class FakeModel:
             chain = hash((chain, token))
             block, offset = divmod(position, self.block_size)
             self.memory[scheduled.block_table[block], offset] = (token, chain)
+            if self.near.num_parts:
+                self.near_memory.setdefault(scheduled.block_table[block], {})[offset] = (token, chain)
+                self._expect(len(self.near_memory) <= self.near.num_parts, "more near parts than there are")
 
     def _read(self, scheduled: Scheduled) -> int:
         chain = 0
@@ -96,6 +108,10 @@ class FakeModel:
             chain = hash((chain, token))
             if kept != chain:
                 self._expect(False, f"sequence {scheduled.seq_id} reads foreign K and V at {position}")
+            if self.near.num_parts and position > scheduled.start - self.near.reach:
+                block, offset = divmod(position, self.block_size)
+                near = self.near_memory.get(scheduled.block_table[block], {}).get(offset)
+                self._expect(near == (token, kept), f"sequence {scheduled.seq_id} lacks what a window sees at {position}")
         return chain
 
     def _at(self, scheduled: Scheduled, position: int) -> tuple[int, int]:
@@ -174,10 +190,11 @@ def make_engine(
     factory: object = None,
     ahead: bool = False,
     prepare: Prepare | None = None,
+    near: NearRoom = NearRoom(),
     **settings: object,
 ) -> tuple[Engine, FakeModel]:
     config = EngineConfig(block_size=block_size, **settings)  # type: ignore[arg-type]
-    model = FakeModel(block_size, max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs)
+    model = FakeModel(block_size, max_tokens=config.max_num_batched_tokens, max_seqs=config.max_num_seqs, near=near)
     engine = Engine(
         model,
         config,

@@ -3,18 +3,21 @@
 from __future__ import annotations
 
 import random
+from collections.abc import Iterator
 from concurrent import futures
 from typing import Any, NamedTuple
 
 import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from engines import SMALL, random_model, save
+from engines import SMALL, poison_what_is_given_back, random_model, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
-from nanovllm_cli.engine import states
+from nanovllm_cli.engine import near, states
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.memory import Near
+from nanovllm_cli.engine.near import NearRoom
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.model_spec import Pooling
@@ -26,6 +29,7 @@ from test_models import DELTA
 SHAPE = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
 CONTEXT = 120
 NUM_BLOCKS = 64
+WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 TOKENIZER = byte_tokenizer()
 BYTES = [TOKENIZER.id_to_bytes(i) for i in range(256)]
 TEXT = TOKENIZER.encode("12 and 12 and 12 and a dog that ran and ran, and 12 and 12 of them, and so on and on. " * 3)
@@ -52,15 +56,21 @@ class Asked(NamedTuple):
     salt: str | None
 
 
-@pytest.fixture(scope="module", params=["float32 auto", "bfloat16 int8", "bfloat16 auto with states"])
-def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
-    dtype, cache, *with_states = request.param.split()
+KINDS = ["float32 auto", "bfloat16 int8", "bfloat16 auto with states", "bfloat16 auto with windows"]
+
+
+@pytest.fixture(scope="module", params=KINDS)
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Worker]:
+    dtype, cache, *others = request.param.split()
     kinds = ["linear_attention", "full_attention", "linear_attention"]
     delta = Qwen3_5TextConfig(**SHAPE | {"num_hidden_layers": 3}, **DELTA, layer_types=kinds)
-    folder = save(random_model(delta if with_states else Qwen3Config(**SHAPE)), tmp_path_factory.mktemp("model"))
+    windows = Qwen3Config(**SHAPE | {"num_hidden_layers": 3}, layer_types=WINDOWS, use_sliding_window=True, sliding_window=24)
+    of_kind = {"states": delta, "windows": windows, "": Qwen3Config(**SHAPE)}[others[-1] if others else ""]
+    folder = save(random_model(of_kind), tmp_path_factory.mktemp("model"))
     config = EngineConfig(threads=1, num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, dtype=dtype, kv_cache_dtype=cache)
-    with open_checkpoint(folder) as checkpoint:
-        return Worker(checkpoint, config, TOKENIZER.encode, lambda: BYTES)
+    with open_checkpoint(folder) as checkpoint, pytest.MonkeyPatch.context() as patch:
+        poison_what_is_given_back(patch)
+        yield Worker(checkpoint, config, TOKENIZER.encode, lambda: BYTES)
 
 
 def engine_of(worker: Worker, **settings: Any) -> Engine:
@@ -97,7 +107,9 @@ def add(engine: Engine, worker: Worker, name: str, asked: Asked) -> None:
 
 
 def alone(worker: Worker, asked: Asked) -> RequestOutput:
-    engine = engine_of(worker, enable_prefix_caching=False)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(worker, "near", NearRoom())
+        engine = engine_of(worker, enable_prefix_caching=False)
     add(engine, worker, "alone", asked)
     while engine.has_unfinished():
         outputs = engine.step()
@@ -123,6 +135,11 @@ def test_whatever_runs_beside_it_a_request_gets_what_it_gets_alone(
         monkeypatch.setattr(states, "FIRST_KEPT", 16)  # texts are short here
         monkeypatch.setattr(states, "KEPT_EVERY", 64)
         monkeypatch.setattr(states, "LATEST_EVERY", 16)
+    if worker.near_bytes:
+        monkeypatch.setattr(near, "SLACK", 0)
+        least = Near(worker.near_bytes, 24, settings["max_num_batched_tokens"]).least(16)
+        monkeypatch.setattr(worker, "near", NearRoom(least + r.choice((0, 2, 9)), 24))
+        settings["num_blocks"] = r.choice((11, 30))
     engine = engine_of(worker, **settings)
     asked: dict[str, Asked] = {}
     done: dict[str, RequestOutput] = {}

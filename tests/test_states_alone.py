@@ -96,9 +96,9 @@ def test_a_saved_session_is_its_state_alone(folder: Path, expected: Answers, tmp
 def test_blocks_that_hold_nothing_are_bounded_by_no_memory() -> None:
     """By hand: 1,000,000 tokens are 62,500 blocks of 16; past MOST_EMPTY no more than one sequence needs."""
     config = EngineConfig(max_num_seqs=2, kv_cache_bytes=5000)
-    assert size_cache(config, 1_000_000, 0, 1 << 40, 100) == (125_000, 1_000_000, 12)
+    assert size_cache(config, 1_000_000, 0, 1 << 40, 100) == (125_000, 1_000_000, 12, 0)
     assert size_cache(EngineConfig(max_num_seqs=9), 1_000_000, 0, 10_000, 100)[0] == MOST_EMPTY
-    assert size_cache(EngineConfig(max_num_seqs=1, max_model_len=5_000_000), 5_000_000, 0, 300, 100) == (312_500, 5_000_000, 3)
+    assert size_cache(EngineConfig(max_num_seqs=1, max_model_len=5_000_000), 5_000_000, 0, 300, 100) == (312_500, 5_000_000, 3, 0)
     assert size_cache(EngineConfig(), 1000, 0, 100, 100).num_states == 1
     with pytest.raises(DoesNotFitError, match="the state of a sequence 1 KiB"):
         size_cache(EngineConfig(), 1000, 0, 1023, 1024)

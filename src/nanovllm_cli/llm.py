@@ -211,7 +211,7 @@ class LLM:
     @property
     def kv_bytes(self) -> int:
         """Size of the KV cache when full."""
-        return self._worker.num_blocks * self._worker.block_bytes + self._worker.num_states * self._worker.state_bytes
+        return self._worker.kv_bytes
 
     @property
     def pooling(self) -> Pooling:

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli import system
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
@@ -118,12 +119,16 @@ class CpuAttention:
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
-            return cpu.zeros(num_bytes, torch.uint8)
+            return cpu.zeros(num_bytes, torch.uint8, reserved=False)
         except OSError as error:  # less than is free, and more than this process may have (ulimit -v)
             raise DoesNotFitError(
                 f"a KV cache of {num_bytes / 2**30:.1f} GiB can't be had: {error.strerror}",
                 "take less by --kv-cache, or shorten the context with --ctx-size",
             ) from None
+
+    @property
+    def page_bytes(self) -> int:
+        return system.returned_page_bytes()
 
     def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
         return CpuBlocks(layers)

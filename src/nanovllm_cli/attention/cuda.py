@@ -143,6 +143,8 @@ class CudaAttention:
     chooses = False
     long_prompt = 512
 
+    page_bytes = 0  # what torch has allocated stays its own
+
     def __init__(
         self,
         launcher: Launcher,

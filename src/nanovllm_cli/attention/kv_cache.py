@@ -4,6 +4,9 @@ What belongs to a block lies in it, the scales of a quantized cache too: whoever
 Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
 forked, preempted and led back behind guesses, as those of attention are.
 
+What layers with a window keep of a block is of no use behind it: its pages can be given back to the system, where it takes them
+(`near_bytes`), and read as zeros until they are written again.
+
 A state (the delta rule's, Mamba's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values:
 layers that keep one have num_states of them (kernels/states.py).
 """
@@ -16,6 +19,7 @@ from typing import Protocol
 
 import torch
 
+from nanovllm_cli import system
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
 from nanovllm_cli.state_spec import ConvSpec, StateSpec
@@ -44,6 +48,8 @@ BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
 
 
+_SIDES = 2
+"""Tensors of keys and values, at the most."""
 STATE_PARTS = 6
 """Tensors of what a layer keeps in a state."""
 
@@ -108,6 +114,10 @@ class CacheLayout(Protocol):
     def block_mover(self, layers: list[LayerCache]) -> BlockMover:
         """What copies whole blocks in all layers of this cache, and takes them out and in."""
 
+    @property
+    def page_bytes(self) -> int:
+        """Of the smallest piece of `empty_cache` that can be given back; 0 where none can."""
+
 
 class KVCache:
     """num_blocks blocks for every layer that has keys and values or a convolution, num_states states for every other, in one
@@ -119,7 +129,9 @@ class KVCache:
         kept = [len(_block_parts(mixer, layout)) for mixer in mixers]  # none of those that read another's, or have none
         counts = [[num_blocks] * own + [num_states] * (len(every) - own) for own, every in zip(kept, parts, strict=True)]
         sizes = [n * _num_bytes(part) for ns, every in zip(counts, parts, strict=True) for n, part in zip(ns, every, strict=True)]
-        rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
+        near = [bool(each) for each in _near_parts(mixers, layout)]
+        alignment = max(ALIGNMENT, layout.page_bytes) if any(near) else ALIGNMENT
+        rooms = [-(-size // alignment) * alignment for size in sizes]
         pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
         memory = iter([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
         self.layers: list[LayerCache] = [
@@ -131,6 +143,9 @@ class KVCache:
         self.blocks = layout.block_mover(kept_in_blocks) if kept_in_blocks else NothingInBlocks()
         states = [state for _, state in split if state]
         self.states = layout.block_mover(states) if states else None
+        sides = [side for layer, is_near in zip(self.layers, near, strict=True) if is_near for side in layer[:_SIDES]]
+        self._near = [side.flatten().view(torch.uint8).view(len(side), -1) for side in sides]
+        self._gives_back = False
         for i, mixer in enumerate(mixers):
             if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
                 self.layers[i] = self.layers[mixer.reads]
@@ -145,6 +160,23 @@ class KVCache:
         if pairs:
             assert self.states is not None
             self.states.copy(list(pairs))
+
+    def give_back(self, blocks: Sequence[int]) -> None:
+        """What layers with a window keep of these blocks, in rising order, is of no use: its pages need be no memory."""
+        if not blocks:
+            return
+        if not self._gives_back:
+            self._gives_back = True
+            for side in self._near:
+                system.keep_pages_small(side.data_ptr(), side.nbytes)
+        runs = [(blocks[0], blocks[0])]
+        for block in blocks[1:]:
+            first, last = runs[-1]
+            runs[-1:] = [(first, block)] if block == last + 1 else [(first, last), (block, block)]
+        for side in self._near:
+            size = side.shape[1]
+            for first, last in runs:
+                system.give_back(side.data_ptr() + first * size, (last + 1 - first) * size)
 
 
 class BorrowedCache(KVCache):
@@ -175,6 +207,18 @@ def block_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     return sum(_num_bytes(part) for mixer in mixers for part in _block_parts(mixer, layout))
 
 
+def near_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
+    """Of those of a block, in layers with a window, how many can be given back whichever block it is."""
+    page = layout.page_bytes
+    sizes = [_num_bytes(part) for parts in _near_parts(mixers, layout) for part in parts]
+    return sum(size if size % page == 0 else max(0, size // page - 1) * page for size in sizes)
+
+
+def near_reach(mixers: Sequence[MixerSpec | None]) -> int:
+    """Tokens that the widest window sees; 0 where there is none."""
+    return max((reach for reach in _reaches(mixers) if reach is not None), default=0)
+
+
 def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one state over all layers; 0 where none has one."""
     return sum(_num_bytes(part) for mixer in mixers for part in _state_parts(mixer, layout))
@@ -187,6 +231,29 @@ def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart
     if isinstance(mixer, AttentionSpec) and mixer.convolved is not None:
         return [*layout.block_parts(mixer), *layout.block_parts(mixer.past)]
     return layout.block_parts(mixer)
+
+
+def _reaches(mixers: Sequence[MixerSpec | None]) -> list[int | None]:
+    """How far back each layer's keys are seen, by itself and those that read them; None: to the beginning, or it has none."""
+    found = [_reach(mixer) for mixer in mixers]
+    for i, mixer in enumerate(mixers):
+        if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
+            own, read = found[i], found[mixer.reads]
+            found[mixer.reads] = None if own is None or read is None else max(own, read)
+            found[i] = None
+    return found
+
+
+def _reach(mixer: MixerSpec | None) -> int | None:
+    return (mixer.window or mixer.chunk) if isinstance(mixer, AttentionSpec) and not mixer.both_ways else None
+
+
+def _near_parts(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> list[list[BlockPart]]:
+    """Of each layer what it keeps in a block no longer than it is within reach."""
+    if not layout.page_bytes:
+        return [[] for _ in mixers]
+    reaches = zip(mixers, _reaches(mixers), strict=True)
+    return [[] if reach is None else _block_parts(mixer, layout)[:_SIDES] for mixer, reach in reaches]
 
 
 def _state_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:

@@ -9,13 +9,14 @@ from __future__ import annotations
 
 from collections import OrderedDict
 
+from nanovllm_cli.engine.near import NearParts, NearRoom
 from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
 from nanovllm_cli.engine.sequence import Sequence
 from nanovllm_cli.engine.states import States
 
 
 class BlockManager:
-    """All operations are O(1) per block that they touch. num_states: of a model that keeps some."""
+    """All operations are O(1) per block that they touch. num_states: of a model that keeps some. near: of one with windows."""
 
     def __init__(
         self,
@@ -23,6 +24,7 @@ class BlockManager:
         block_size: int,
         *,
         num_states: int = 0,
+        near: NearRoom = NearRoom(),
         enable_prefix_caching: bool = True,
         secret: bytes | None = None,
     ) -> None:
@@ -34,6 +36,7 @@ class BlockManager:
         self._cached: OrderedDict[int, None] = OrderedDict()
         self._prefixes = PrefixCache(block_size, secret) if enable_prefix_caching else None
         self.states = States(num_states, self._prefixes, block_size)
+        self.near = NearParts(near, block_size)
 
     @property
     def num_available(self) -> int:
@@ -63,10 +66,12 @@ class BlockManager:
         caller writes the state that belongs behind all tokens, so that none is needed behind what is found.
         """
         known = self.known(sequence, self._num_reusable(sequence)) if use_cache else []
-        entries = known if brings_state else self.states.usable(known, sequence)
+        entries = known if brings_state else self._usable(known, sequence)
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
         if self.num_available - revived - fresh < headroom:
+            return False
+        if not brings_state and not self.near.admits(entries, fresh, headroom):
             return False
         if not self.states.give(sequence, [] if brings_state else entries):
             return False
@@ -75,6 +80,8 @@ class BlockManager:
         sequence.block_table = [entry.block for entry in entries]
         sequence.block_table.extend(self._take() for _ in range(fresh))
         sequence.num_computed = len(entries) * self.block_size
+        if not brings_state:
+            self.near.hold(sequence, sequence.num_computed)
         return True
 
     def num_found(self, sequence: Sequence) -> int:
@@ -95,15 +102,17 @@ class BlockManager:
         index = sequence.num_computed // self.block_size
         if not self.finds_more(sequence, index):
             return 0
-        entries = self.states.usable(self.known(sequence, self._num_reusable(sequence)), sequence)[index:]
+        entries = self._usable(self.known(sequence, self._num_reusable(sequence)), sequence)[index:]
+        if not entries:
+            return 0
+        self.near.release(sequence)
         for position, entry in enumerate(entries, start=index):
             self._share(entry.block)
             self._drop(sequence.block_table[position])
             sequence.block_table[position] = entry.block
-        if not entries:
-            return 0
         self.states.go_on_behind(sequence, entries[-1].block)
         computed, sequence.num_computed = sequence.num_computed, (index + len(entries)) * self.block_size
+        self.near.hold(sequence, sequence.num_computed)
         return sequence.num_computed - computed
 
     @property
@@ -114,7 +123,7 @@ class BlockManager:
     def findable(self, sequence: Sequence | None = None) -> list[Entry]:
         """The full blocks that hold a sequence's beginning and would be found; without one, all that might, the latest first."""
         if sequence is not None:
-            return self.states.usable(self.known(sequence))
+            return self._usable(self.known(sequence))
         if self._prefixes is None:
             return []
         entries = self._prefixes.entries()
@@ -132,7 +141,25 @@ class BlockManager:
         for entry in reversed(known):
             if entry.block in self._cached:
                 self._cached.move_to_end(entry.block)
-        self.states.use(self.states.usable(known))
+        usable = self._usable(known)
+        self.states.use(usable)
+        self.near.use(usable)
+
+    @property
+    def num_changes(self) -> int:
+        """Grows with all but blocks that may let somebody enter who could not before."""
+        return self.states.pool.num_changes + self.near.num_changes
+
+    def chunk(self, sequence: Sequence, limit: int) -> int:
+        """How many tokens of its prompt, of `limit` at most, may be computed at once."""
+        return self.near.chunk(sequence, self.states.chunk(sequence, limit))
+
+    def lacks(self, sequence: Sequence, end: int) -> bool:
+        """Whether `grow(sequence, end)` would take more than is available."""
+        copies = self._shared_index(sequence) is not None
+        if self.near.num_parts and self.near.missing(sequence, end) + copies > self.near.num_available:
+            return True
+        return self.missing(sequence, end) > self.num_available
 
     def missing(self, sequence: Sequence, end: int) -> int:
         """How many blocks `grow(sequence, end)` would take."""
@@ -152,8 +179,11 @@ class BlockManager:
             copy = (sequence.block_table[index], self._take())
             sequence.block_table[index] = copy[1]
             self._pins[copy[0]] += 1
+            if sequence.near_start <= index < sequence.near_end:
+                self.near.swap(sequence, *copy)
         while len(sequence.block_table) * self.block_size < end:
             sequence.block_table.append(self._take())
+        self.near.hold(sequence, end)
         return copy
 
     def unpin(self, block: int) -> None:
@@ -172,12 +202,14 @@ class BlockManager:
         child.num_computed = parent.num_computed
         child.block_digests = parent.block_digests[: parent.num_computed // self.block_size]
         child.num_registered, child.last_uid = parent.num_registered, parent.last_uid
+        self.near.fork(parent, child)
         return True
 
     def release(self, sequence: Sequence, *, has_sound_state: bool = True) -> None:
         """Takes all blocks back. Last ones first, so that the beginnings, which others may share, are evicted last.
         has_sound_state: see `States.release`."""
         self.states.release(sequence, is_sound=has_sound_state)
+        self.near.release(sequence)
         for block in reversed(sequence.block_table):
             self._drop(block)
         if self.states.num_states:
@@ -189,7 +221,7 @@ class BlockManager:
         """Full blocks of computed tokens become findable. Call it only when a draw from them has proved them sound."""
         num_full = sequence.num_computed // self.block_size
         if self._prefixes is not None and num_full > sequence.num_registered:
-            self._reclaim(self._prefixes.register(sequence, num_full))
+            self._reclaim(self._prefixes.register(sequence, num_full, self.near.has))
         self.states.register(sequence)
 
     def distrust(self, sequence: Sequence) -> None:
@@ -198,6 +230,10 @@ class BlockManager:
             for block in sequence.block_table:
                 self._prefixes.forget(block)
         self.states.distrust(sequence)
+
+    def _usable(self, known: list[Entry], sequence: Sequence | None = None) -> list[Entry]:
+        """Those that the sequence can go on behind."""
+        return self.near.usable(self.states.usable(known, sequence))
 
     def _num_reusable(self, sequence: Sequence) -> int:
         return (len(sequence.token_ids) - 1) // self.block_size
@@ -218,6 +254,7 @@ class BlockManager:
             assert self._prefixes is not None
             self._prefixes.forget(block)
             self.states.pool.forget(block)
+            self.near.forget(block)
         self._references[block] = 1
         return block
 
@@ -233,6 +270,7 @@ class BlockManager:
                 self._cached[block] = None
             else:
                 self._free.append(block)
+                self.near.forget(block)
         assert self._references[block] >= 0, "a block was returned twice"
 
     def _reclaim(self, ousted: list[int]) -> None:
@@ -241,3 +279,4 @@ class BlockManager:
             if self._references[block] == 0:
                 del self._cached[block]
                 self._free.append(block)
+                self.near.forget(block)

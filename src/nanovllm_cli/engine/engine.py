@@ -128,6 +128,7 @@ class Engine:
             num_blocks,
             config.block_size,
             num_states=executor.num_states,
+            near=executor.near,
             enable_prefix_caching=config.enable_prefix_caching,
             secret=config.cache_salt_secret,
         )

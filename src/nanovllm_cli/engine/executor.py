@@ -7,6 +7,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, Protocol, runtime_checkable
 
+from nanovllm_cli.engine.near import NearRoom
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.sampling_params import SamplingParams
 
@@ -28,6 +29,10 @@ class Executor(Protocol):
     @property
     def num_states(self) -> int:
         """Of a model that keeps some; else 0."""
+
+    @property
+    def near(self) -> NearRoom:
+        """For what layers with a window keep, of a model that gives it back."""
 
     @property
     def state_bytes(self) -> int:

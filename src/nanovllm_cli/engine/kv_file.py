@@ -58,12 +58,14 @@ _PLACE = struct.Struct("<q")
 
 class Stretch(NamedTuple):
     """Full blocks in a row. behind: the number in the file of the block that they go on from, or -1. salt, lora: see `Salt`.
-    has_state: whether the state behind the last one is there. token_ids: their own."""
+    has_state: whether the state behind the last one is there. lacks: which of them are there without their near parts (see
+    `near.py`). token_ids: their own."""
 
     behind: int
     salt: str | None
     lora: list[float]
     has_state: bool
+    lacks: list[int]
     token_ids: list[int]
 
 
@@ -212,7 +214,9 @@ def _rows(entries: list[Entry], blocks: BlockManager) -> list[tuple[Stretch, lis
         own.reverse()
         text, lora = end.salt
         token_ids = array("q", b"".join([entry.tokens for entry in own])).tolist()
-        rows.append((Stretch(places.get(uid, -1), text, list(lora), keeps_states, token_ids), [entry.block for entry in own]))
+        lacks = [i for i, entry in enumerate(own) if not blocks.near.has(entry.block)]
+        stretch = Stretch(places.get(uid, -1), text, list(lora), keeps_states, lacks, token_ids)
+        rows.append((stretch, [entry.block for entry in own]))
         numbered = {entry.uid: count + i for i, entry in enumerate(own)}
         places |= {end.uid: numbered[end.uid]} if keeps_states else numbered
         count += len(own)
@@ -302,14 +306,19 @@ class _Loading:
         if len(self._blocks.findable(sequence)) * size == end:
             self._blocks.use(sequence)  # others that come must not take its place
             return sequence
+        if stretch.lacks and not self._blocks.near.num_parts:
+            return None  # here all blocks are taken to be whole
         if (stretch.has_state and not self._states_left) or not self._blocks.admit(sequence, 0, brings_state=True):
             return None
         brings_state = stretch.has_state and is_whole  # else a prompt will see where it parts from another
+        lacks = set(stretch.lacks)
         try:
             begin = len(before) // size
             for first, data in self._reader.blocks(index, len(known) - begin, end // size - begin):
                 row = sequence.block_table[begin + first : begin + first + _at_once(self._header.block_bytes)]
                 self._executor.write_blocks(row, data)
+                for i, block in enumerate(row, first):
+                    self._blocks.near.fill(block, is_whole=i not in lacks)
             if brings_state:
                 self._executor.write_state(sequence.state, self._reader.state(index))
                 self._states_left -= 1

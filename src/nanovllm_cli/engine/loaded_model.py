@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import block_bytes, state_bytes
+from nanovllm_cli.attention.kv_cache import block_bytes, near_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.division import own_parts
 from nanovllm_cli.distributed.group import Group
@@ -51,6 +51,7 @@ class Sizes(NamedTuple):
     expert_bytes: int
     block_bytes: int
     state_bytes: int
+    near_bytes: int
 
 
 class LoadedModel:
@@ -62,7 +63,8 @@ class LoadedModel:
     are multiplied as whole numbers, int8 by int8. lora, led_by: scales and files of its adapters and of its control vectors.
     recordable: whether the weights' formats allow a step to be recorded. placement: where its weights are. sight: of a model that
     reads images.
-    block_bytes: of one block of its KV cache over all layers; state_bytes: of one state.
+    block_bytes: of one block of its KV cache over all layers; state_bytes: of one state. near_bytes: what can be given back of a
+    block that no layer with a window sees any more.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 
@@ -156,6 +158,7 @@ class LoadedModel:
         """What depends on the weights' formats."""
         self.block_bytes = block_bytes(self.own_spec.mixers, self.model.backend)
         self.state_bytes = state_bytes(self.own_spec.mixers, self.model.backend)
+        self.near_bytes = near_bytes(self.own_spec.mixers, self.model.backend)
         of_heads = sum(block.mixer.head_bytes for block in self.model.blocks if block.mixer is not None)
         self._own_bytes = of_heads + sum(storage.num_bytes for storage in self._storages)
         can = [storage.recordable for storage in self._storages]
@@ -163,7 +166,7 @@ class LoadedModel:
 
     @property
     def sizes(self) -> Sizes:
-        return Sizes(self.weight_bytes, self.read_bytes, self.expert_bytes, self.block_bytes, self.state_bytes)
+        return Sizes(self.weight_bytes, self.read_bytes, self.expert_bytes, self.block_bytes, self.state_bytes, self.near_bytes)
 
     @property
     def weight_bytes(self) -> int:

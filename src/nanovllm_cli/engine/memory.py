@@ -5,8 +5,11 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanovllm_cli import control_groups, system
+from nanovllm_cli.attention.kv_cache import near_reach
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.near import kept_blocks
 from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.model_spec import ModelSpec
 
 GIB = 1 << 30
 KEPT_STATES = 8
@@ -34,11 +37,43 @@ def check_weights_fit(num_bytes: int, available: int, processes: int = 1) -> Non
 
 
 class CacheSize(NamedTuple):
-    """num_blocks of the KV cache; the longest sequence that the engine takes, in tokens; states, of a model that keeps some."""
+    """num_blocks of the KV cache; the longest sequence that the engine takes, in tokens; states, of a model that keeps some; near
+    parts, where there are fewer of them than blocks, else 0."""
 
     num_blocks: int
     max_model_len: int
     num_states: int = 0
+    num_near: int = 0
+
+    def num_bytes(self, block_bytes: int, state_bytes: int = 0, near_bytes: int = 0) -> int:
+        """Of a cache of this size, when it is full."""
+        without = self.num_blocks - self.num_near if self.num_near else 0
+        return self.num_blocks * block_bytes - without * near_bytes + self.num_states * state_bytes
+
+
+class Near(NamedTuple):
+    """Of a model with windows (see `near.py`). num_bytes: of a block's near part; reach: of the widest window. longest_step:
+    tokens that a sequence may be fed at once."""
+
+    num_bytes: int
+    reach: int
+    longest_step: int
+
+    def least(self, block_size: int) -> int:
+        """Parts without which one sequence could not go on."""
+        return kept_blocks(self.reach, block_size) + -(-self.longest_step // block_size) + 1
+
+    def needed(self, block_size: int, answers: int, num_blocks: int) -> int:
+        """Parts with which so many sequences of so many blocks together never wait for each other."""
+        return min(num_blocks, self.least(block_size) + (answers - 1) * (kept_blocks(self.reach, block_size) + 1))
+
+
+def near_of(spec: ModelSpec, config: EngineConfig, num_bytes: int, longest_image: int = 0) -> Near | None:
+    """Of a model whose blocks have near parts of so many bytes. Those that keep states, and those that read texts as a whole,
+    keep all. longest_image: tokens of one that no step may cut."""
+    if not num_bytes or spec.has_states or spec.reads_both_ways:
+        return None
+    return Near(num_bytes, near_reach(spec.mixers), config.max_num_batched_tokens + longest_image)
 
 
 def context_of(config: EngineConfig, max_position: int) -> int:
@@ -51,13 +86,22 @@ def context_of(config: EngineConfig, max_position: int) -> int:
     return config.max_model_len or max_position
 
 
-def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget: int, state_bytes: int = 0) -> CacheSize:
+def size_cache(
+    config: EngineConfig,
+    max_position: int,
+    block_bytes: int,
+    budget: int,
+    state_bytes: int = 0,
+    near: Near | None = None,
+) -> CacheSize:
     """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
 
     max_position: the model's own limit. budget: bytes that a cache of our own choice may take. The context is max_model_len
     where given (at most max_position), and the cache holds max_num_seqs of them if the budget allows it. Of a model with states,
     of state_bytes each, every sequence has one, and as many and KEPT_STATES are there to be kept; they get what one such context
     leaves, and half at least where nobody asked for it. Blocks that hold nothing, beside states alone, are bounded by no memory.
+    near: of a model with windows. As long as there is room for all that is asked for, blocks keep their near parts for good, as
+    then any prefix can be found; where there isn't, there are fewer of these.
     """
     length = context_of(config, max_position)
     size = config.block_size
@@ -79,6 +123,10 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
         blocks = room // block_bytes
     else:
         blocks = min(each * config.max_num_seqs, room // block_bytes)
+    num_near = 0
+    if near is not None and config.num_blocks is None and blocks < each * config.max_num_seqs:
+        told = 0 if config.max_model_len is None else each
+        blocks, num_near = _with_near_parts(config, near, each, told, block_bytes, room) or (blocks, 0)
     if blocks < 1:
         raise DoesNotFitError(
             f"no room for the KV cache: one block of {size} tokens takes {block_bytes / 1024:.0f} KiB"
@@ -88,12 +136,41 @@ def size_cache(config: EngineConfig, max_position: int, block_bytes: int, budget
     if blocks * size < length:
         if config.max_model_len is not None:
             raise DoesNotFitError(
-                f"a context of {length} tokens needs {_told(each * block_bytes)} of KV cache, and it gets "
-                f"{_told(blocks * block_bytes)}",
+                f"a context of {length} tokens needs {_told(_least(each, block_bytes, size, near))} of KV cache, and it gets "
+                f"{_told(min(room, blocks * block_bytes))}",
                 f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
             )
         length = blocks * size
-    return CacheSize(blocks, length, states)
+    return CacheSize(blocks, length, states, num_near)
+
+
+def _with_near_parts(
+    config: EngineConfig, near: Near, each: int, told: int, block_bytes: int, room: int
+) -> tuple[int, int] | None:
+    """Blocks, and fewer near parts, where that makes more blocks; None where it doesn't. each: blocks of one sequence at its
+    longest; told: those that there must be. Parts get what all sequences need, but not more than half, unless there is more."""
+    size, far = config.block_size, block_bytes - near.num_bytes
+    most = each * config.max_num_seqs
+    least = near.least(size)
+
+    def beside(parts: int) -> int:
+        left = room - parts * near.num_bytes
+        return most if not far and left >= 0 else min(most, left // far) if far else 0
+
+    blocks = beside(max(least, min(near.needed(size, config.max_num_seqs, most), room // 2 // near.num_bytes)))
+    if blocks < told:
+        blocks = min(told, beside(least))
+    parts = (room - blocks * far) // near.num_bytes
+    if blocks <= room // block_bytes or parts < least:
+        return None
+    return blocks, min(parts, blocks)
+
+
+def _least(each: int, block_bytes: int, size: int, near: Near | None) -> int:
+    """Bytes of a cache for one sequence."""
+    if near is None or near.least(size) >= each:
+        return each * block_bytes
+    return each * (block_bytes - near.num_bytes) + near.least(size) * near.num_bytes
 
 
 def _told(num_bytes: int) -> str:

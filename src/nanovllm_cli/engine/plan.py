@@ -128,7 +128,8 @@ class Look(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """One step. Order of effects: look at an image, forget `finished`, register `new`, copy blocks and states, run, sample."""
+    """One step. Order of effects: look at an image, forget `finished`, register `new`, copy blocks and states, give back what
+    layers with a window have of the blocks `gone`, run, sample."""
 
     scheduled: list[Scheduled]
     new: list[NewSequence]
@@ -136,6 +137,7 @@ class Plan(NamedTuple):
     copies: list[tuple[int, int]]
     state_copies: Sequence[tuple[int, int]] = ()
     look: Look | None = None
+    gone: Sequence[int] = ()
 
 
 class TokenLogprobs(NamedTuple):

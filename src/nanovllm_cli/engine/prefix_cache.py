@@ -11,7 +11,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from array import array
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
 from nanovllm_cli.engine.sequence import Salt, Sequence
@@ -73,10 +73,11 @@ class PrefixCache:
         """Whether a walk to block `index` of `sequence` can be worth its time."""
         return self._digest(sequence, index) in self._by_digest
 
-    def register(self, sequence: Sequence, num_blocks: int) -> list[int]:
-        """Makes the first `num_blocks` blocks of `sequence` findable; where an equal block already is, that one stays.
+    def register(self, sequence: Sequence, num_blocks: int, is_whole: Callable[[int], bool]) -> list[int]:
+        """Makes the first `num_blocks` blocks of `sequence` findable; where an equal block already is, that one stays, unless it
+        is not whole, and the sequence's is.
 
-        Returns blocks that lost their entry to a newer one (a colliding digest, or an orphan of an evicted chain).
+        Returns blocks that lost their entry to a newer one (a colliding digest, an orphan of an evicted chain, or not whole).
         """
         ousted: list[int] = []
         parent_uid = sequence.last_uid
@@ -93,6 +94,10 @@ class PrefixCache:
                 entry = Entry(self._next_uid, parent_uid, digest, tokens, sequence.salt, block, has_images)
                 self._next_uid += 1
                 self._by_digest[digest] = self._by_block[block] = entry
+            elif not is_whole(entry.block) and is_whole(own := sequence.block_table[index]):
+                ousted.append(entry.block)
+                del self._by_block[entry.block]
+                entry = self._by_digest[entry.digest] = self._by_block[own] = entry._replace(block=own)
             parent_uid = entry.uid
         sequence.num_registered, sequence.last_uid = num_blocks, parent_uid
         return ousted

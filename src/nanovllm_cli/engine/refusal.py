@@ -9,7 +9,7 @@ from nanovllm_cli.engine.sequence import Sequence
 
 
 class _Refused(NamedTuple):
-    """room: blocks that there were beside those to be left; found: that hold its beginning; changes: of states until then."""
+    """room: blocks that there were beside those to be left; found: that hold its beginning; changes: of all else until then."""
 
     sequence: Sequence
     room: int
@@ -28,15 +28,15 @@ class Refusal:
         """There is no room for it."""
         blocks = self._blocks
         room = blocks.num_available - headroom
-        self._last = _Refused(sequence, room, blocks.num_found(sequence), blocks.states.pool.num_changes)
+        self._last = _Refused(sequence, room, blocks.num_found(sequence), blocks.num_changes)
 
     def forget(self) -> None:
         """It has entered."""
         self._last = None
 
     def stands(self, sequence: Sequence, headroom: int) -> bool:
-        """Whether there was no room for it, and there is no more now: no blocks, none that hold more of it, no state. O(1)."""
+        """Whether there was no room for it, and there is no more now, of blocks, of those that hold more of it, or else. O(1)."""
         last, blocks = self._last, self._blocks
         if last is None or last.sequence is not sequence or blocks.num_available - headroom > last.room:
             return False
-        return last.changes == blocks.states.pool.num_changes and not blocks.finds_more(sequence, last.found)
+        return last.changes == blocks.num_changes and not blocks.finds_more(sequence, last.found)

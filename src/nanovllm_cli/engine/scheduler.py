@@ -140,7 +140,7 @@ class Scheduler:
             return None
         size = self._blocks.block_size
         growing = [(sequence, end) for sequence, end in going if end > len(sequence.block_table) * size]
-        if len(growing) > self._blocks.num_available:
+        if len(growing) > self._blocks.num_available or self._blocks.near.num_parts:  # of which each would want one, too
             return None
         for sequence, end in growing:
             copy = self._blocks.grow(sequence, end)
@@ -159,8 +159,8 @@ class Scheduler:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
         look = self._looking.take()
         self._steps.append(_Step(self._members, self._scheduled, look, self._copies, sources, finished))
-        state_copies = self._state_copies + sources
-        return Plan(self._scheduled, new, finished, self._copies, state_copies, None if look is None else look[1])
+        copies, gone = (self._copies, self._state_copies + sources), self._blocks.near.take_gone()
+        return Plan(self._scheduled, new, finished, *copies, None if look is None else look[1], gone)
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
@@ -272,7 +272,7 @@ class Scheduler:
             limit = len(sequence.token_ids)
         if not decodes:
             budget, limit = limit, min(limit, len(sequence.token_ids) - sequence.num_computed)
-            limit = self._blocks.states.chunk(sequence, limit)
+            limit = self._blocks.chunk(sequence, limit)
             if sequence.request.images:
                 limit, taken = self._looking.room(sequence, limit, budget)
                 self._budget -= taken
@@ -282,7 +282,7 @@ class Scheduler:
         fed = self._strategy.feed(sequence, limit)
         start = sequence.num_computed
         num_known = len(sequence.token_ids) - start
-        if len(fed) > num_known and self._blocks.missing(sequence, start + len(fed)) > self._blocks.num_available:
+        if len(fed) > num_known and self._blocks.lacks(sequence, start + len(fed)):
             fed = fed[:num_known]  # nobody makes way for guesses
         end = start + len(fed)
         if not self._make_room(sequence, end):
@@ -318,7 +318,7 @@ class Scheduler:
         sequence.step = self.num_steps
 
     def _make_room(self, sequence: Sequence, end: int) -> bool:
-        while self._blocks.missing(sequence, end) > self._blocks.num_available:
+        while self._blocks.lacks(sequence, end):
             candidates = [each for each in self.running if each.rank > sequence.rank and each.step != self.num_steps]
             if not candidates:
                 return False

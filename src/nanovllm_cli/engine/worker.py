@@ -23,14 +23,16 @@ from nanovllm_cli.engine.eagle import EagleDraft, LoadedEagle
 from nanovllm_cli.engine.executor import RunsAhead
 from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.loaded_model import LoadedModel, Sizes
-from nanovllm_cli.engine.memory import size_cache
+from nanovllm_cli.engine.memory import near_of, size_cache
 from nanovllm_cli.engine.mtp import LoadedMTP, MTPDraft
+from nanovllm_cli.engine.near import NearRoom
 from nanovllm_cli.engine.plan import Plan, StepOutput
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.platforms import resolved_device, select_platform
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.sight import Sight
 from nanovllm_cli.errors import LostProcessError, UnsupportedError
+from nanovllm_cli.images.sizes import most_tokens
 from nanovllm_cli.overrides import check_asked
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
@@ -133,7 +135,7 @@ class Worker(LoadedModel):
     def _make_caches(self, models: list[LoadedModel]) -> None:
         """Of this model and of what guesses for it, of as many blocks; and those of the other processes."""
         config, ranks = self._config, self._ranks
-        self._others = Sizes(0, 0, 0, 0, 0) if ranks is None else ranks.sizes
+        self._others = Sizes(*[0] * len(Sizes._fields)) if ranks is None else ranks.sizes
         self._block_parts = [*(each.block_bytes for each in models), self._others.block_bytes]
         self.block_bytes = sum(self._block_parts)
         self._state_parts = [*(each.state_bytes for each in models), self._others.state_bytes]
@@ -149,12 +151,22 @@ class Worker(LoadedModel):
             self.platform.check()  # the others wait for what is under way here
             own = self.block_bytes + self.state_bytes - self._others.block_bytes - self._others.state_bytes
             budget = int(min(budget / own, ranks.least_share()) * (self.block_bytes + self.state_bytes))
-        self.num_blocks, self.max_model_len, self.num_states = size_cache(
-            config, self.spec.max_position, self.block_bytes, budget, self.state_bytes
-        )
+        near = near_of(self.spec, config, self.near_bytes + self._others.near_bytes, self._longest_image)
+        size = size_cache(config, self.spec.max_position, self.block_bytes, budget, self.state_bytes, near)
+        self.num_blocks, self.max_model_len, self.num_states, num_near = size
+        self.near = NearRoom() if near is None or not num_near else NearRoom(num_near, near.reach)
+        self.kv_bytes: int = size.num_bytes(self.block_bytes, self.state_bytes, 0 if near is None else near.num_bytes)
         self._caches = [KVCache(self.num_blocks, each.own_spec.mixers, each.model.backend, self.num_states) for each in models]
         if ranks is not None:
             ranks.make_caches(self.num_blocks, self.num_states)
+
+    @property
+    def _longest_image(self) -> int:
+        """Tokens of the longest one that no step may cut."""
+        vision = None if self.sight is None else self.sight.senses.vision
+        if vision is None or not vision.whole:
+            return 0
+        return vision.prefix or most_tokens(vision)
 
     @property
     def weight_bytes(self) -> int:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.engine.memory import size_cache
+from nanovllm_cli.engine.memory import near_of, size_cache
 from nanovllm_cli.engine.states import num_copies
 from nanovllm_cli.llm import LLM
 from nanovllm_cli.planning import estimate
@@ -47,10 +47,12 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     prefill, decode = _rates(llm, prompt_len, answer_len)
     cache, process = None, None
     if plan.processor == "cpu":
-        size = size_cache(config, plan.facts.spec.max_position, plan.block_bytes, plan.cache_room, plan.state_bytes)
-        cache = size.num_blocks * plan.block_bytes + size.num_states * plan.state_bytes
-        written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * plan.block_bytes
-        written += min(size.num_states, 1 + REPEATS * num_copies(prompt_len, config.block_size)) * plan.state_bytes
+        spec, units = plan.facts.spec, plan.units
+        near = near_of(spec, config, units.near)
+        size = size_cache(config, spec.max_position, units.block, plan.cache_room, units.state, near)
+        cache = size.num_bytes(*units)
+        written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * units.block
+        written += min(size.num_states, 1 + REPEATS * num_copies(prompt_len, config.block_size)) * units.state
         process = estimate.total_bytes(row.weight_bytes, written) if config.tensor_parallel_size == 1 else None
     found = [
         Comparison("weights", "B", row.weight_bytes, llm.weight_bytes),

@@ -19,10 +19,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, state_bytes
+from nanovllm_cli.attention.kv_cache import CacheLayout, block_bytes, near_bytes, state_bytes
 from nanovllm_cli.config import Activations, EngineConfig
 from nanovllm_cli.distributed.heads import own_spec
-from nanovllm_cli.engine.memory import OVERHEAD_BYTES
+from nanovllm_cli.engine.memory import OVERHEAD_BYTES, Near, near_of
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.model_spec import ModelSpec
@@ -125,16 +125,26 @@ def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activation
     return "int8" if can_round and rounds else _RATES[dtype]
 
 
-def unit_bytes(spec: ModelSpec, layout: CacheLayout, processes: int) -> tuple[int, int]:
-    """Of a block of the KV cache, and of a state, in so many processes together: what they don't divide each of them has."""
+class UnitBytes(NamedTuple):
+    """Of a block of the KV cache, of a state, and of what of a block can be given back (see `engine/near.py`)."""
+
+    block: int
+    state: int
+    near: int
+
+
+def unit_bytes(spec: ModelSpec, layout: CacheLayout, processes: int) -> UnitBytes:
+    """In so many processes together: what they don't divide each of them has."""
     each = [own_spec(spec, rank, processes).mixers for rank in range(processes)]
-    return sum(block_bytes(mixers, layout) for mixers in each), sum(state_bytes(mixers, layout) for mixers in each)
+    return UnitBytes(*[sum(of_unit(mixers, layout) for mixers in each) for of_unit in (block_bytes, state_bytes, near_bytes)])
 
 
-def kv_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, context: int, batch: int, processes: int = 1) -> int:
-    """Of a cache that holds `batch` sequences of `context` tokens, and their states."""
-    of_block, of_state = unit_bytes(spec, layout, processes)
-    return batch * (-(-context // block_size) * of_block + of_state)
+def kv_bytes(spec: ModelSpec, layout: CacheLayout, config: EngineConfig, context: int, batch: int) -> int:
+    """The least of a cache that holds `batch` sequences of `context` tokens, and their states."""
+    units = unit_bytes(spec, layout, config.tensor_parallel_size)
+    blocks, near = batch * -(-context // config.block_size), near_of(spec, config, units.near)
+    gone = 0 if near is None else (blocks - near.needed(config.block_size, batch, blocks)) * near.num_bytes
+    return blocks * units.block - gone + batch * units.state
 
 
 def total_bytes(weight_bytes: int, cache_bytes: int, processes: int = 1) -> int:
@@ -156,12 +166,17 @@ def cache_room(config: EngineConfig, free: int, weight_bytes: int, *, is_cpu: bo
     return max(0, min(wanted, free - total_bytes(weight_bytes, 0, config.tensor_parallel_size)))
 
 
-def longest_context(room: int, bytes_per_block: int, bytes_of_state: int, block_size: int, answers: int, most: int) -> int:
+def longest_context(room: int, units: UnitBytes, near: Near | None, block_size: int, answers: int, most: int) -> int:
     """Tokens of the longest context that so many answers can have at once."""
-    room -= answers * bytes_of_state
-    if not bytes_per_block:
+    room -= answers * units.state
+    if not units.block:
         return most if room >= 0 else 0
-    return min(most, max(0, room) // bytes_per_block // answers * block_size)
+    blocks = max(0, room) // units.block
+    if near is not None:
+        wanted, far = answers * -(-most // block_size), units.block - near.num_bytes
+        left = max(-1, room - near.needed(block_size, answers, wanted) * near.num_bytes)
+        blocks = max(blocks, left // far if far else wanted if left >= 0 else 0)
+    return min(most, blocks // answers * block_size)
 
 
 def read_bytes(spec: ModelSpec, layout: CacheLayout, block_size: int, depth: int) -> float:

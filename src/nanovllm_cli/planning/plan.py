@@ -16,7 +16,7 @@ import torch
 from nanovllm_cli.attention.kv_cache import CacheLayout
 from nanovllm_cli.config import EngineConfig, KVCacheDType
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
-from nanovllm_cli.engine.memory import context_of
+from nanovllm_cli.engine.memory import context_of, near_of
 from nanovllm_cli.engine.placement import bytes_of, sizes_of
 from nanovllm_cli.engine.platform import Platform
 from nanovllm_cli.engine.platforms import select_platform
@@ -25,7 +25,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import shapes_of
 from nanovllm_cli.models.rotary import rescaled
 from nanovllm_cli.planning import estimate
-from nanovllm_cli.planning.estimate import BATCHES, Speed
+from nanovllm_cli.planning.estimate import BATCHES, Speed, UnitBytes
 from nanovllm_cli.planning.facts import Facts, facts_of, reader_of
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.format import Format
@@ -70,7 +70,7 @@ class CacheRow:
 @dataclass(frozen=True, slots=True)
 class Plan:
     """answers, context: how many are to run at once, of how many tokens each. free_bytes: memory that can be had now, where
-    `processor` computes. block_bytes: of a block of the KV cache, state_bytes: of a state. cache_room: what the cache gets beside
+    `processor` computes. units: what the KV cache is made of. cache_room: what the cache gets beside
     the first format's weights. left_out: of usual formats that this model can't have, why not."""
 
     facts: Facts
@@ -80,8 +80,7 @@ class Plan:
     processor: str
     dtype: str
     free_bytes: int
-    block_bytes: int
-    state_bytes: int
+    units: UnitBytes
     cache_room: int
     formats: tuple[FormatRow, ...]
     cache: tuple[CacheRow, ...]
@@ -139,14 +138,15 @@ def make_plan(
     dtype = compute_type(checkpoint, platform)
     layout = platform.backend(facts.spec, dtype)
     processes = config.tensor_parallel_size
-    per_block, per_state = estimate.unit_bytes(facts.spec, layout, processes)
+    units = estimate.unit_bytes(facts.spec, layout, processes)
     gpus = 1 if platform.shares_memory else processes  # taken to be alike: this one is looked at
     free, usable = gpus * platform.available_bytes(), gpus * _usable(platform)
     size, most = config.block_size, facts.spec.max_position
     context_of(config, most)  # refuses a context that the model does not have
     lengths = estimate.contexts(facts.spec, config.max_model_len)
     context = config.max_model_len or lengths[0]
-    cache_bytes = estimate.kv_bytes(facts.spec, layout, size, context, answers, processes)
+    cache_bytes = estimate.kv_bytes(facts.spec, layout, config, context, answers)
+    behind = near_of(facts.spec, config, units.near)
     cache_read = estimate.read_bytes(facts.spec, layout, size, estimate.PROMPT_LEN)
 
     def weights_in(quant: str | None) -> estimate.WeightPlan:
@@ -168,7 +168,7 @@ def make_plan(
         far = _far_bytes(platform, facts.spec, layout, weights.num_bytes // gpus)
         near = weights.num_bytes - (far or 0)
         room = estimate.cache_room(config, usable, near, is_cpu=kind_of(platform) == "cpu")
-        context_len = estimate.longest_context(room, per_block, per_state, size, answers, most)
+        context_len = estimate.longest_context(room, units, behind, size, answers, most)
         told = None if far else speed
         decode = None if told is None or not facts.spec.has_head else estimate.decode_rate(facts, weights, cache_read, told)
         prefill = None if told is None else estimate.prefill_rate(facts, weights, told, config.max_num_batched_tokens)
@@ -180,7 +180,7 @@ def make_plan(
     cache = tuple(_cache_rows(facts.spec, config, dtype, lengths, batches, rooms[0]))
     name = str(dtype).removeprefix("torch.")
     return Plan(
-        facts, answers, context, batches, kind_of(platform), name, free, per_block, per_state, rooms[0], tuple(rows), cache,
+        facts, answers, context, batches, kind_of(platform), name, free, units, rooms[0], tuple(rows), cache,
         speed, tuple(left_out), processes,
     )  # fmt: skip
 
@@ -259,10 +259,7 @@ def _cache_rows(
         shown = [str(kept).removeprefix("torch.") if name == "auto" else name
                  for name, kept in zip(names, layout.cache_dtypes, strict=True)]  # fmt: skip
         for length in lengths:
-            sizes = tuple(
-                estimate.kv_bytes(spec, layout, config.block_size, length, batch, config.tensor_parallel_size)
-                for batch in batches
-            )
+            sizes = tuple(estimate.kv_bytes(spec, layout, config, length, batch) for batch in batches)
             yield CacheRow(", ".join(dict.fromkeys(shown)), length, sizes, tuple(size <= room for size in sizes))
 
 
@@ -275,5 +272,5 @@ def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
     weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None, platform.dense_bytes)
     layout = platform.backend(facts.spec, dtype)
     length = min(context, facts.spec.max_position)
-    cache = estimate.kv_bytes(facts.spec, layout, config.block_size, length, 1)
+    cache = estimate.kv_bytes(facts.spec, layout, config, length, 1)
     return facts, estimate.total_bytes(weights.num_bytes, cache)

@@ -1,0 +1,314 @@
+"""Near parts: what layers with a window keep is given back behind it, and no answer knows of it."""
+
+from __future__ import annotations
+
+import random
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+import torch
+from transformers import Qwen3Config
+
+from engines import SMALL, engine_for, poison_what_is_given_back, random_model, run, save, worker_for
+from fake_model import drain, make_engine
+from nanovllm_cli import system
+from nanovllm_cli.attention.cpu import CpuAttention
+from nanovllm_cli.attention.kv_cache import KVCache, near_bytes, near_reach
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine import near
+from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.memory import CacheSize, Near, near_of, size_cache
+from nanovllm_cli.engine.near import NearParts, NearRoom, kept_blocks
+from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.kernels import cpu
+from nanovllm_cli.mixer_spec import AttentionSpec
+from nanovllm_cli.sampling_params import SamplingParams
+
+SIZE = 4
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sequences are short here."""
+    monkeypatch.setattr(near, "TILE", SIZE)
+    monkeypatch.setattr(near, "SLACK", 0)
+
+
+def asked(r: random.Random, told: list[list[int]]) -> tuple[list[int], SamplingParams]:
+    """A prompt, which may begin as another one, or go on from its answer."""
+    before = r.choice(told) if told and r.random() < 0.6 else []
+    ids = before[: r.randint(0, len(before))] + [r.randrange(90) for _ in range(r.randint(1, 60))]
+    params = SamplingParams(
+        temperature=r.choice((0.0, 1.0)), seed=r.randrange(99), max_tokens=r.randint(1, 50), n=r.choice((1, 1, 1, 2, 3)),
+        prompt_logprobs=r.choice((None, None, None, 0)),
+    )  # fmt: skip
+    return ids[:140], params
+
+
+@pytest.mark.parametrize("seed", range(30))
+def test_nobody_lacks_a_part_within_reach_and_there_are_never_more(short: None, seed: int) -> None:
+    r = random.Random(seed)
+    reach, tokens = r.choice((3, 8, 21)), r.choice((2, 9, 40))
+    least = kept_blocks(reach, SIZE) + -(-tokens // SIZE) + 1
+    settings: dict[str, Any] = {
+        "num_blocks": r.choice((60, 90, 400)), "max_num_batched_tokens": tokens, "max_num_seqs": r.choice((2, 5, 20)),
+        "num_speculative_tokens": r.choice((0, 0, 4)),
+    }  # fmt: skip
+    engine, model = make_engine(near=NearRoom(least + r.choice((0, 3, 30)), reach), **settings)
+    plain, _ = make_engine(**settings | {"num_blocks": 400})
+    told, outputs, requests = list[list[int]](), dict[str, Any](), dict[str, tuple[list[int], SamplingParams]]()
+    for number in range(25):
+        name = str(number)
+        requests[name] = asked(r, told)
+        engine.add(name, *requests[name], priority=0)
+        for _ in range(r.randint(0, 25)):
+            for output in engine.step():
+                if output.finished:
+                    outputs[output.request_id] = output
+                    told.append([*output.prompt_token_ids, *output.outputs[0].token_ids])
+        if r.random() < 0.05:
+            engine.abort(gone := r.choice(list(requests)))
+            requests.pop(gone)
+            outputs.pop(gone, None)
+    outputs |= drain(engine)
+    assert not model.violations
+    assert not engine._blocks.near._holders, "who has ended holds nothing"
+    for name, (ids, params) in requests.items():
+        plain.add(name, ids, params)
+        (expected,) = drain(plain).values()
+        found = [answer.token_ids for answer in outputs[name].outputs]
+        assert found == [answer.token_ids for answer in expected.outputs]
+
+
+def sequence(*blocks: int) -> Sequence:
+    request = Request("r", (), SamplingParams(), 100, (), 0.0)
+    return Sequence(1, request, 0, 0, [0] * SIZE * len(blocks), block_table=list(blocks))
+
+
+def test_what_is_held_again_is_not_given_back(short: None) -> None:
+    parts = NearParts(NearRoom(2, 4), SIZE)
+    parts.hold(first := sequence(10, 11), 8)
+    parts.release(first)
+    parts.hold(second := sequence(12), 4)  # in the place of the one that was let go of first
+    assert (parts.has(10), parts.has(11)) == (True, False)
+    parts.release(second)
+    parts.hold(sequence(11), 4)
+    assert parts.take_gone() == [10]
+    assert parts.take_gone() == []
+
+
+def test_what_is_of_no_use_goes_first(short: None) -> None:
+    parts = NearParts(NearRoom(3, 4), SIZE)
+    for block in (10, 11, 12):
+        parts.hold(each := sequence(block), 4)
+        parts.release(each)
+    parts.forget(12)
+    parts.forget(13)  # which has none
+    parts.hold(sequence(14), 4)
+    assert parts.take_gone() == [12]
+    parts.hold(sequence(15), 4)
+    assert parts.take_gone() == [10]
+
+
+def test_a_conversation_goes_on_from_its_end(short: None) -> None:
+    engine, model = make_engine(near=NearRoom(12, 8), max_num_batched_tokens=16)
+    ids = list(range(60))
+    engine.add("first", ids, SamplingParams(temperature=0.0, max_tokens=20))
+    ids = [*ids, *drain(engine)["first"].outputs[0].token_ids, 1, 2, 3, 4]
+    engine.add("second", ids, SamplingParams(temperature=0.0, max_tokens=3))
+    output = drain(engine)["second"]
+    assert output.metrics.num_cached_tokens == 76  # 79 were computed: whole blocks of these
+    engine.add("third", list(range(40)), SamplingParams(temperature=0.0, max_tokens=3))
+    assert drain(engine)["third"].metrics.num_cached_tokens == 0  # what it would have to see is gone
+    assert not model.violations
+
+
+def test_what_is_computed_again_can_be_found_again(short: None) -> None:
+    """A block that is known without its part gives way to the one that somebody has with it."""
+    engine, model = make_engine(near=NearRoom(9, 8), max_num_batched_tokens=8, num_blocks=200)
+    shared = list(range(24))
+    for name, ids in {"long": shared + [7] * 60, "again": shared + [8] * 3, "found": shared + [9] * 3}.items():
+        engine.add(name, ids, SamplingParams(temperature=0.0, max_tokens=1))
+        output = drain(engine)[name]
+    assert output.metrics.num_cached_tokens == 24
+    assert not model.violations
+
+
+WINDOW = 40
+KINDS = ["sliding_attention", "full_attention", "sliding_attention"]
+
+
+def windowed(**others: Any) -> Any:
+    shape = SMALL | {"num_hidden_layers": 3, "max_position_embeddings": 2048}
+    return random_model(Qwen3Config(**shape | others, layer_types=KINDS, use_sliding_window=True, sliding_window=WINDOW))
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save(windowed(), tmp_path_factory.mktemp("windowed"))
+
+
+def block_bytes() -> tuple[int, int]:
+    """Of a block, and of what of it can be given back, by hand: two heads of 24 numbers in K and, as the kernels have them, of 32
+    in V, 16 tokens, 4 bytes."""
+    layer = 2 * (24 + 32) * 16 * 4
+    return 3 * layer, 2 * layer
+
+
+@pytest.fixture
+def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return poison_what_is_given_back(monkeypatch)
+
+
+def test_a_long_text_takes_what_its_layers_see(folder: Path, given: list[int]) -> None:
+    whole, part = block_bytes()
+    room = 128 * (whole - part) + 26 * part
+    near_worker = worker_for(folder, num_blocks=None, kv_cache_bytes=room, max_model_len=2000, max_num_batched_tokens=96)
+    worker = worker_for(folder, max_num_batched_tokens=96)
+    assert near_worker.block_bytes == whole
+    assert near_worker.near_bytes == part
+    assert near_worker.near.reach == WINDOW
+    assert near_worker.num_blocks >= 125 > room // whole
+    assert near_worker.kv_bytes <= room
+    ids = [i * i % 509 for i in range(1200)]
+    asked = [(ids, SamplingParams(temperature=0.0, max_tokens=200, logprobs=2, ignore_eos=True))]
+    found = run(engine_for(near_worker, max_num_batched_tokens=96), asked)
+    expected = run(engine_for(worker, max_num_batched_tokens=96), asked)
+    assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
+    assert found[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
+    num_gone = sum(given) // part
+    assert 1400 // 16 + 1 - near_worker.near.num_parts <= num_gone < 1400 // 16
+
+
+def test_all_is_kept_as_long_as_there_is_room(folder: Path, given: list[int]) -> None:
+    whole, _ = block_bytes()
+    config = EngineConfig(max_model_len=1000, max_num_seqs=2)
+    near_of_it = Near(4000, WINDOW, 512)
+    assert size_cache(config, 2048, whole, 126 * whole, 0, near_of_it) == (126, 1000, 0, 0)
+    blocks, length, _, parts = size_cache(config, 2048, whole, 125 * whole, 0, near_of_it)
+    assert (blocks, length) == (126, 1000)
+    assert near_of_it.least(16) <= parts < 126
+    assert CacheSize(blocks, length, 0, parts).num_bytes(whole, 0, 4000) <= 125 * whole
+    assert size_cache(replace(config, num_blocks=9, max_model_len=None), 2048, whole, 0, 0, near_of_it).num_near == 0
+
+
+@pytest.mark.parametrize("room", [10, 30, 45, 60, 90, 200, 1000])
+def test_there_is_never_less_context_than_with_all_kept(room: int) -> None:
+    for told in (None, 600):
+        for seqs in (1, 4, 64):
+            config, near_of_it = EngineConfig(max_model_len=told, max_num_seqs=seqs), Near(800, WINDOW, 64)
+            try:
+                plain = size_cache(config, 2000, 1000, room * 1000)
+            except DoesNotFitError:
+                plain = CacheSize(0, 0)
+            try:
+                found = size_cache(config, 2000, 1000, room * 1000, 0, near_of_it)
+            except DoesNotFitError:
+                assert plain.num_blocks == 0
+                continue
+            assert found.num_blocks >= plain.num_blocks
+            assert found.max_model_len >= plain.max_model_len
+            assert found.num_bytes(1000, 0, 800) <= room * 1000
+            assert found.num_near == 0 or near_of_it.least(16) <= found.num_near < found.num_blocks
+
+
+def test_a_context_that_does_not_fit_is_told_what_it_needs() -> None:
+    near_of_it = Near(900_000, WINDOW, 64)
+    with pytest.raises(DoesNotFitError, match=r"needs 74\.2 MiB of KV cache, and it gets 64\.0 MiB"):
+        size_cache(EngineConfig(max_model_len=100_000), 100_000, 910_000, 1 << 26, 0, near_of_it)  # by hand: 6,250 and 17
+
+
+def test_models_that_see_no_less_than_all_keep_all(tmp_path: Path, given: list[int]) -> None:
+    """Without windows, with states, and those that read a text as a whole."""
+    plain = save(random_model(Qwen3Config(**SMALL)), tmp_path / "plain")
+    assert worker_for(plain).near_bytes == 0
+    spec = worker_for(save(windowed(), tmp_path / "windowed")).spec
+    assert near_of(spec, EngineConfig(), 100) == Near(100, WINDOW, 512)
+    assert near_of(spec, EngineConfig(), 0) is None
+    blocks = tuple(replace(block, mixer=replace(block.mixer, both_ways=True)) for block in spec.blocks)
+    assert near_of(replace(spec, blocks=blocks), EngineConfig(), 100) is None
+
+
+def test_a_layer_that_others_read_from_the_beginning_keeps_all(given: list[int]) -> None:
+    window = AttentionSpec(4, 2, 16, None, window=8)
+    reads = AttentionSpec(4, 2, 16, None, reads=0)
+    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
+    side = 2 * 16 * 16 * 4
+    assert near_bytes([window], layout) == 2 * side
+    assert near_reach([window]) == 8
+    assert near_bytes([window, reads], layout) == 0
+    assert near_reach([window, reads]) == 0
+    assert near_reach([window, replace(reads, window=20)]) == 20
+    assert near_reach([window, replace(window, window=None, chunk=64)]) == 64
+
+
+def test_pages_that_are_given_back_are_no_memory_and_zeros() -> None:
+    page = system.returned_page_bytes()
+    if not page:
+        pytest.skip("this system has no call for it")
+    memory = cpu.zeros(256 * page, torch.uint8)
+    memory.fill_(7)
+    resident = psutil.Process().memory_info().rss
+    system.keep_pages_small(memory.data_ptr(), memory.nbytes)
+    system.give_back(memory.data_ptr() + page // 2, 255 * page)
+    assert psutil.Process().memory_info().rss <= resident - 250 * page
+    assert (memory[:page] == 7).all()
+    assert (memory[-page:] == 7).all()
+    assert not memory[page:-page].any()
+    system.give_back(memory.data_ptr() + 1, page)  # no whole page lies in it
+    assert (memory[:page] == 7).all()
+
+
+def test_a_cache_may_have_more_places_than_the_machine_has_memory() -> None:
+    rules = Path("/proc/sys/vm/overcommit_memory")
+    if not rules.exists() or rules.read_text().strip() == "2":
+        pytest.skip("this system grants no more than there is")
+    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
+    memory = layout.empty_cache(2 * system.memory_bytes())
+    memory[-1] = 7
+    assert memory[-1] == 7
+
+
+def test_runs_of_blocks_are_given_back_at_once(given: list[int]) -> None:
+    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
+    cache = KVCache(20, [AttentionSpec(4, 2, 16, None, window=8)], layout)
+    k, v = cache.layers[0]
+    k.fill_(1.0)
+    v.fill_(1.0)
+    cache.give_back([2, 3, 4, 9])
+    side = 2 * 16 * 16 * 4
+    assert given == [3 * side, side] * 2
+    for each in (k, v):
+        assert [bool(block.isnan().all()) for block in each] == [i in (2, 3, 4, 9) for i in range(20)]
+
+
+def test_saved_kv_comes_back_with_what_was_kept(folder: Path, given: list[int], tmp_path: Path) -> None:
+    whole, part = block_bytes()
+    room = 128 * (whole - part) + 26 * part
+    told = {"max_num_batched_tokens": 96}
+
+    def engine(**others: Any) -> Engine:
+        sizes = others if others else {"num_blocks": None, "kv_cache_bytes": room, "max_model_len": 2000}
+        return engine_for(worker_for(folder, **sizes | told), **told)
+
+    params = SamplingParams(temperature=0.0, max_tokens=8, ignore_eos=True)
+    ids = [i * i % 509 for i in range(900)]
+    first = engine()
+    (answer,) = run(first, [(ids, params)])
+    longer = [*ids, *answer.outputs[0].token_ids, 5]
+    assert first.kv_files.save(tmp_path / "kv", "me", longer) == 896
+    (expected,) = run(first, [(longer, params)])
+    second = engine()
+    assert second.kv_files.load(tmp_path / "kv", "me") == 896
+    (found,) = run(second, [(longer, params)])
+    assert found.metrics.num_cached_tokens == 896
+    assert found.outputs[0].token_ids == expected.outputs[0].token_ids
+    (parted,) = run(second, [(ids[:400], params)])
+    assert parted.metrics.num_cached_tokens == 0  # what it would see had been given back
+    plain = engine(num_blocks=128)
+    assert plain.kv_files.load(tmp_path / "kv", "me") == 0  # there blocks are whole
+
