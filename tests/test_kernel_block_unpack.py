@@ -23,6 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 # One of each plane, scale, low and table; the other types differ from these by a number.
 SEVERAL = ("Q1_0", "Q2_0", "TQ1_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS")
+AFFINE = {form.name: form for form in (Affine(4, 32), Affine(4, 64), Affine(8, 64))}
 
 
 def some_blocks(name: str, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -94,14 +95,14 @@ def test_rows_may_come_in_any_pieces(name: str) -> None:
 @pytest.mark.parametrize("name", list(records.KINDS))
 def test_a_weight_takes_little_more_than_its_file(name: str) -> None:
     """Types with codebooks take up to twice as much: their points become codes."""
-    weight = block_layout.empty(Blocks(name), 64, 4096, CPU)
-    assert weight.data.nbytes <= 1.05 * Blocks(name).row_bytes(4096) * 64
+    form = AFFINE.get(name) or Blocks(name)
+    weight = block_layout.empty(form, 64, 4096, CPU)
+    assert weight.data.nbytes <= 1.05 * form.row_bytes(4096) * 64
 
 
 def test_the_gate_builds_the_layouts_that_types_have() -> None:
-    affine = {form.name: form for form in (Affine(4, 32), Affine(4, 64), Affine(8, 64), Affine(3, 64))}
     for name, layout in records.KINDS.items():
-        assert layout == layout_of(affine.get(name) or Blocks(name), 1, 256)
+        assert layout == layout_of(AFFINE.get(name) or Blocks(name), 1, 256)
 
 
 def test_widths_that_are_not_whole_blocks_are_refused() -> None:

@@ -128,7 +128,7 @@ KINDS = {
     "IQ4_XS": _kind(4, 32, kinds.SUB_I8, table=_IQ4),
     "MXFP4": _kind(4, 32, kinds.E8M0, table=_FP4),
     "NVFP4": _kind(4, 16, kinds.UE4M3, table=_FP4, unit=1),
-    **{f"affine{bits}:group=64": _kind(bits, 64, kinds.BF16, kinds.MIN) for bits in (3, 4, 8)},
+    **{f"affine{bits}:group=64": _kind(bits, 64, kinds.BF16, kinds.MIN) for bits in (4, 8)},
     "affine4:group=32": _kind(4, 32, kinds.BF16, kinds.MIN),
 }
 """Layouts of the common types, and of what MLX writes, one row each: what the compile gate builds kernels of. What storages take
