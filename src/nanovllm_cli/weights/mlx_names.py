@@ -8,7 +8,10 @@
     linear_attn.conv1d.weight [N, K, 1]                 [N, 1, K]; LFM2's conv.conv.weight alike
     norms of Qwen3-Next and Qwen3.5, plus 1             as they were, where a convolution shows that MLX has been there
     vision_tower.….weight [N, h, w, 3]                  [N, 3, h, w]; [N, t, h, w, 3] alike
-    mlp.gate_proj of a dense Granite 4                  shared_mlp.gate_proj
+    mlp.gate_proj of a dense Granite 4                  shared_mlp.gate_proj; up_proj alike, down_proj is output_linear; LFM2's
+                                                         layers without experts: feed_forward.w1, w3 and w2
+    language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…
+    shared_mlp.input_linear.weight [2 N, …], quantized   shared_mlp.gate_proj.weight [N, …] and up_proj.weight, and so on
 
 Numbers of convolutions and of such norms are the same to the bit, as far as a norm's type has them: 1 is taken off in float32.
 
@@ -49,15 +52,22 @@ _RAISED = re.compile(r".*(?:\.(?:input|post_attention)_layernorm|\.[qk]_norm|mod
 _RAISED_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 _IMAGES = re.compile(r"(?:vision_tower|vision_model|visual|model\.visual|model\.vision_tower)\..+\.weight")
 _LATENT = re.compile(r".*\.(?:embed_q|unembed_out)\.weight")
-_DENSE = re.compile(r"(model\.layers\.\d{1,6})\.mlp\.((?:gate|up|down)_proj\..+)")
+_DENSE = re.compile(r".*\blayers\.(\d{1,6})\.(?:mlp|feed_forward)\.(gate|up|down)_proj\.(weight|scales|biases|bias)")
+_DENSE_KINDS = "granitemoehybrid", "lfm2_moe"
+_OUTER = {
+    "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "vision_tower.": "model.visual.",
+}  # fmt: skip
+_OUTER_KINDS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+_SHARED = re.compile(r"(.*\.shared_mlp)\.input_linear\.(weight|scales|biases)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the files. expert: which part of it, None for all of it. change: what is done to it."""
+    """A tensor of the files. expert, half: which part of it, None for all of it. change: what is done to it."""
 
     stored: str
     expert: int | None = None
+    half: int | None = None
     change: Literal["", "taps", "images", "lowered"] = ""
 
 
@@ -108,10 +118,30 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
     for name in names if turned and kind in _RAISED_KINDS else ():
         if _RAISED.fullmatch(name) and len(checkpoint.info(name).shape) == 1:
             found[name] = _Source(name, change="lowered")
-    if kind == "granitemoehybrid" and not any(".shared_mlp." in name for name in names):
-        dense = [place for name in names if (place := _DENSE.fullmatch(name))]
-        found |= {f"{place[1]}.shared_mlp.{place[2]}": _Source(place[0]) for place in dense}
-    return found
+    for dense in filter(None, map(_DENSE.fullmatch, names if kind in _DENSE_KINDS else ())):
+        patterns = patterns or _patterns(checkpoint)
+        if (theirs := patterns.get(f"blocks.{{i}}.{dense[2]}.weight")) is not None:
+            found[f"{theirs.removesuffix('weight')}{dense[3]}".replace("{i}", dense[1])] = _Source(dense[0])
+    for shared in filter(None, map(_SHARED.fullmatch, names)):
+        shape = checkpoint.info(shared[0]).shape
+        if f"{shared[1]}.input_linear.scales" in names and len(shape) == 2 and shape[0] % 2 == 0:
+            for half, part in enumerate(("gate_proj", "up_proj")):
+                found[f"{shared[1]}.{part}.{shared[2]}"] = _Source(shared[0], half=half)
+    return _by_other_prefixes(found, names) if kind in _OUTER_KINDS else found
+
+
+def _by_other_prefixes(found: dict[str, _Source], names: list[str]) -> dict[str, _Source]:
+    """The same, and what else has a prefix of mlx-vlm's, with those that transformers has."""
+    gone = {source.stored for source in found.values()}
+    whole = {**{name: _Source(name) for name in names if name not in gone}, **found}
+    renamed: dict[str, _Source] = {}
+    for name, source in whole.items():
+        prefix = next(filter(name.startswith, _OUTER), None)
+        if prefix is not None:
+            renamed[_OUTER[prefix] + name.removeprefix(prefix)] = source
+        elif name in found:
+            renamed[name] = source
+    return renamed
 
 
 def _patterns(checkpoint: Checkpoint) -> dict[str, str]:
@@ -175,6 +205,8 @@ class _AsTransformers(CheckpointView):
         info = super().info(source.stored)
         if source.expert is not None:
             return TensorInfo(name, info.shape[1:], info.dtype_name, info.num_bytes // info.shape[0])
+        if source.half is not None:
+            return TensorInfo(name, (info.shape[0] // 2, *info.shape[1:]), info.dtype_name, info.num_bytes // 2)
         shape = info.shape if source.change in ("", "lowered") else (info.shape[0], info.shape[-1], *info.shape[1:-1])
         return info._replace(name=name, shape=shape)
 
@@ -185,6 +217,10 @@ class _AsTransformers(CheckpointView):
         if source.expert is not None:
             own = self._inner.tensor(source.stored, (source.expert, source.expert + 1))[0]
             return own if rows is None else own[rows[0] : rows[1]]
+        if source.half is not None:
+            count = self.info(name).shape[0]
+            first, end = rows or (0, count)
+            return self._inner.tensor(source.stored, (source.half * count + first, source.half * count + end))
         own = self._inner.tensor(source.stored, rows)
         if source.change == "lowered":
             return (own.float() - 1).to(own.dtype)
@@ -197,7 +233,8 @@ class _AsTransformers(CheckpointView):
         if source.expert is not None:
             shape = self._inner.info(source.stored).shape
             return self._inner.raw(source.stored).flatten().view(*shape[: len(shape) - 1], -1)[source.expert]
-        return as_bytes(self.tensor(name)) if source.change else super().raw(source.stored)
+        is_whole = not source.change and source.half is None
+        return super().raw(source.stored) if is_whole else as_bytes(self.tensor(name))
 
     def release(self, name: str) -> None:
         """A stack's pages go when its last expert is read: those of two experts may lie on one."""

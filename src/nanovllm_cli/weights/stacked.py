@@ -68,7 +68,7 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 _ALL = slice(None)
-_HALF = "{part}_proj.weight"
+_HALF, _DELTA = "{part}_proj.weight", r"(model\.layers\.\d+\.linear_attn)"
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 _TURNED = "gpt2", "ernie4_5_vl_moe", "ernie4_5_moe_vl"
 
@@ -332,8 +332,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
                     r"(?:linear_attn|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
-        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?|scales|biases)"), None, _key_heads),
-        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
+        (re.compile(rf"{_DELTA}\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?|scales|biases)"), None, _key_heads),
+        (re.compile(rf"{_DELTA}\.in_proj\.weight"), 2, _delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
     ],
