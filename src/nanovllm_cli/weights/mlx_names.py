@@ -13,7 +13,7 @@
     language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…
     shared_mlp.input_linear.weight [2 N, …], quantized   shared_mlp.gate_proj.weight [N, …] and up_proj.weight, and so on
 
-Numbers of convolutions and of such norms are the same to the bit, as far as a norm's type has them: 1 is taken off in float32.
+All numbers are the same to the bit; those of raised norms are float32, as 1 is taken off.
 
 Not covered: what mlx-lm has multiplied into weights or made of several (Falcon-H1's factors; embed_q and unembed_out of latent
 attention, which is refused by name). Source: the `sanitize` of mlx-lm's and mlx-vlm's models.
@@ -207,7 +207,9 @@ class _AsTransformers(CheckpointView):
             return TensorInfo(name, info.shape[1:], info.dtype_name, info.num_bytes // info.shape[0])
         if source.half is not None:
             return TensorInfo(name, (info.shape[0] // 2, *info.shape[1:]), info.dtype_name, info.num_bytes // 2)
-        shape = info.shape if source.change in ("", "lowered") else (info.shape[0], info.shape[-1], *info.shape[1:-1])
+        if source.change == "lowered":  # of which 16 bits have fewer than what is left
+            return TensorInfo(name, info.shape, "F32", 4 * info.shape[0])
+        shape = info.shape if source.change == "" else (info.shape[0], info.shape[-1], *info.shape[1:-1])
         return info._replace(name=name, shape=shape)
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
@@ -223,7 +225,7 @@ class _AsTransformers(CheckpointView):
             return self._inner.tensor(source.stored, (source.half * count + first, source.half * count + end))
         own = self._inner.tensor(source.stored, rows)
         if source.change == "lowered":
-            return (own.float() - 1).to(own.dtype)
+            return own.float() - 1
         return own.movedim(-1, 1).contiguous() if source.change else own
 
     def raw(self, name: str) -> torch.Tensor:

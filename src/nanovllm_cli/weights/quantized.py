@@ -16,6 +16,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mlx_names import METHOD
+from nanovllm_cli.weights.mlx_numbers import as_gguf_has_them
 from nanovllm_cli.weights.quantized_bitnet import as_numbers, read_bitnet
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
@@ -71,9 +72,9 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
 
 
 def without_codes(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, and BitNet's
-    the numbers that they stand for."""
-    return as_numbers(as_blocks(checkpoint))
+    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, BitNet's the
+    numbers that they stand for, and MLX's either."""
+    return as_gguf_has_them(as_numbers(as_blocks(checkpoint)))
 
 
 def _method(config: ConfigReader) -> str:
