@@ -180,6 +180,18 @@ def test_four_bit_modes_with_and_without_a_number_for_all(tmp_path: Path) -> Non
     np.testing.assert_allclose(read_weight(reader, f"{third}.weight"), made[2][1] * 2.5 / (448 * 6), rtol=1e-6)
 
 
+def test_each_expert_of_a_stack_has_its_own_number(tmp_path: Path) -> None:
+    made = [nvfp4(64, 128, np.random.default_rng(e)) for e in range(3)]
+    tensors: Tensors = {name: torch.stack([each[name] for each, _ in made]) for name in ("weight", "scales")}
+    stack = module(tensors | {"global_scale": torch.tensor([1.0, 2.0, 3.5])}, "model.layers.1.mlp.switch_mlp.up_proj")
+    config = {"model_type": "qwen3_moe", "architectures": ["Qwen3MoeForCausalLM"]}
+    reader = open_quantized(write(tmp_path, stack, settings(4, 16, "nvfp4"), config))
+    names = [f"model.layers.1.mlp.experts.{e}.up_proj.weight" for e in range(3)]
+    assert reader.names() == set(names)
+    for name, (_, expected), number in zip(names, made, (1.0, 2.0, 3.5), strict=True):
+        np.testing.assert_allclose(read_weight(reader, name), expected * number / 2688, rtol=1e-6)
+
+
 def test_a_module_has_its_own_settings_or_those_of_all(tmp_path: Path) -> None:
     """And one that is not quantized has none, whatever is said of it."""
     names = [f"model.layers.{i}.mlp.down_proj" for i in range(4)]
