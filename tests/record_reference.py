@@ -11,7 +11,6 @@ import torch
 from nanovllm_cli.kernels import record_kinds as kinds
 from nanovllm_cli.kernels.record_kinds import (
     CHUNK,
-    LOW_DTYPES,
     PLANES,
     SCALE_DTYPES,
     STEP,
@@ -49,7 +48,7 @@ def unpack(layout: RecordLayout, packed: torch.Tensor) -> RecordRows:
     return RecordRows(
         codes,
         scales,
-        whole("lows", LOW_DTYPES.get(layout.low, torch.uint8)),
+        whole("lows", layout.low_dtype or torch.uint8),
         whole("supers", torch.float32 if layout.scale == kinds.UE4M3 else torch.float16),
         whole("super_lows", torch.float16),
         signs,
@@ -124,7 +123,7 @@ def _record(layout: RecordLayout, tile: np.ndarray, chunk: int) -> _Record:
     supers = take(layout.has_supers, 1, TILE, 4 if layout.scale == kinds.UE4M3 else 2)
     super_lows = take(layout.has_super_lows, 1, TILE, 2)
     scales = take(True, -(-width // layout.scale_span), TILE, SCALE_DTYPES[layout.scale].itemsize)
-    lows = take(layout.low in LOW_DTYPES, groups, TILE, LOW_DTYPES.get(layout.low, torch.uint8).itemsize)
+    lows = take(layout.low_dtype is not None, groups, TILE, layout.low_bytes)
     codes = take(True, width // STEP, layout.step_bytes)
     assert codes is not None
     assert scales is not None

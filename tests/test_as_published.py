@@ -376,18 +376,6 @@ def test_the_first_config_of_dots() -> None:
         spec_from_hf(config | {"scoring_func": "softmax"}, hf_family(config))
 
 
-@pytest.mark.parametrize("keys", [("quantization", "quantization_config"), ("quantization",)], ids=", ".join)
-def test_weights_of_mlx_are_named(keys: tuple[str, ...], tmp_path: Path) -> None:
-    """By either key; MLX's first folders have the one alone."""
-    folder = save(random_model(LlamaConfig(**SMALL)), tmp_path)
-    config = json.loads((folder / "config.json").read_text())
-    quantized = {"group_size": 64, "bits": 4, "mode": "affine"}
-    (folder / "config.json").write_text(json.dumps(config | dict.fromkeys(keys, quantized)))
-    with pytest.raises(UnsupportedError, match="quantized by MLX") as caught:
-        worker_for(folder)
-    assert "GGUF" in str(caught.value.hint)
-
-
 def test_nothing_is_changed_by_writing_a_file_anew(tmp_path: Path) -> None:
     arch, config, add = FILES["llama"]
     path = write(tmp_path / "m.gguf", arch, random_model(config), add)

@@ -12,7 +12,6 @@ from nanovllm_cli.kernels.record_kinds import (
     E8M0,
     F16,
     F32,
-    LOW_DTYPES,
     MIN,
     NIBBLE,
     NO_LOW,
@@ -40,7 +39,8 @@ KINDS = [
     (4, 32, SUB_U8, SUB_MIN, 0), (5, 32, SUB_U8, SUB_MIN, 0), (6, 16, SUB_I8, NO_LOW, 32), (7, 64, F32, ZERO, 0),
     (8, 32, F16, NO_LOW, 128), (8, 256, BF16, NO_LOW, 128), (4, 128, BF16, ZERO, 0), (4, 64, F32, NO_LOW, 8),
     (4, 32, E8M0, NO_LOW, 8), (2, 64, F16, ZERO, 0), (3, 128, BF16, NO_LOW, 4), (5, 32, F16, NO_LOW, 16), (4, 16, F16, NO_LOW, 8),
-    (4, 16, UE4M3, NO_LOW, 8),
+    (4, 16, UE4M3, NO_LOW, 8), (4, 64, BF16, MIN, 0), (8, 32, F32, MIN, 0), (3, 128, F16, MIN, 0), (6, 64, BF16, MIN, 0),
+    (2, 32, BF16, MIN, 0), (8, 64, BF16, MIN, 0), (5, 64, BF16, MIN, 0),
 ]  # fmt: skip
 # Index bits, codes of a point, signs.
 CODEBOOKS = [
@@ -87,7 +87,7 @@ def random_rows(layout: RecordLayout, seed: int = 0) -> RecordRows:
     if layout.low in (ZERO, SUB_MIN):
         lows = bytes_((n, groups), 0, 1 << min(layout.bits, 6))
     elif layout.low == MIN:
-        lows = floats((n, groups), LOW_DTYPES[MIN])
+        lows = floats((n, groups), scale)
     codes, signs = bytes_((n, layout.width), 0, 1 << layout.bits), None
     if layout.codebook is not None:
         book = layout.codebook

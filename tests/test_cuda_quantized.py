@@ -33,6 +33,8 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_cpu_integer import rounded
 from test_cuda_engine import engine_on, kernels_not_rehearsed
 from test_quant_engine import dequantized, difference, expected_logits, logits_of, write_gguf
+from test_quantized_mlx import MODELS as MLX_MODELS
+from test_quantized_mlx import save_mlx
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 1, "vocab_size": 272, "hidden_size": 64, "intermediate_size": 96, "head_dim": 64,
@@ -92,6 +94,21 @@ def test_gguf_files_of_mixed_types(tmp_path: Path) -> None:
     ]
     assert device.graphs
     assert answers[0] == answers[1]
+
+
+@pytest.mark.parametrize("case", ["llama, head of its own, mixed", "qwen3_moe"])
+def test_folders_of_mlx(case: str, tmp_path: Path) -> None:
+    """Codes with minima, of several widths, the experts' too."""
+    model = save_mlx(tmp_path, *MLX_MODELS[case])
+    assert difference(logits_of(worker_on(tmp_path, EmulatedDevice()), MANY), expected_logits(model, MANY)) < 0.06
+    device = EmulatedDevice()
+    answers = [
+        [output.outputs[0].token_ids for output in run(engine, [(prompt, greedy(4)) for prompt in FEW])]
+        for engine in (engine_on(tmp_path, device), engine_on(tmp_path, EmulatedDevice(), eager=True))
+    ]
+    assert device.graphs
+    assert answers[0] == answers[1]
+    assert kernels_not_rehearsed(tmp_path) == set()
 
 
 def test_scales_of_many_columns(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_blocks_are_packed_for_the_device(name: str) -> None:
     rows = torch.zeros(32, int(Blocks(name).row_bytes(512)), dtype=torch.uint8)
     with fake_cuda():
         for source in (rows, rows.to(CUDA)) if name not in block_layout.LOOKED_UP else (rows,):
-            weight = block_layout.empty(name, 48, 512, CUDA)
+            weight = block_layout.empty(Blocks(name), 48, 512, CUDA)
             block_layout.pack_rows(weight, 16, BlockRows(source))
             assert weight.data.device == CUDA
 

@@ -14,6 +14,7 @@ from nanovllm_cli.kernels.block_gemv import block_gemv
 from nanovllm_cli.kernels.block_records import PackedBlocks
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.quant import block_layout
+from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS, decompose
 from nanovllm_cli.quant.rows import BlockRows
 from test_cpu_integer import rounded
@@ -43,7 +44,8 @@ def weights(name: str, outputs: int, width: int, seed: int = 0) -> tuple[PackedB
             blocks[:, place] = blocks[:, place] % 8 + 120
         else:
             blocks[:, place + 1] = blocks[:, place + 1] & 0x83 | 0x28  # f16 with exponents of 2^-5 to 2^-4
-    weight, values = block_layout.empty(name, outputs, width, CPU), torch.from_numpy(expected(name, data.numpy())).double()
+    weight = block_layout.empty(Blocks(name), outputs, width, CPU)
+    values = torch.from_numpy(expected(name, data.numpy())).double()
     factors = torch.linspace(0.5, 1.5, outputs) * 2**-8 if name == "NVFP4" else None
     block_layout.pack_rows(weight, 0, BlockRows(data, factors))
     return weight, values if factors is None else values * factors.double()[:, None]

@@ -14,7 +14,7 @@ from nanovllm_cli.kernels.block_unpack import block_rows, unpack
 from nanovllm_cli.kernels.cpu import zeros
 from nanovllm_cli.quant import block_layout
 from nanovllm_cli.quant.cpu_integer import layout_of
-from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.format import Affine, Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
 from nanovllm_cli.quant.rows import BlockRows
 from test_gguf_blocks import any_bytes, expected
@@ -23,6 +23,7 @@ BF16, FP16 = torch.bfloat16, torch.float16
 CPU = torch.device("cpu")
 # One of each plane, scale, low and table; the other types differ from these by a number.
 SEVERAL = ("Q1_0", "Q2_0", "TQ1_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "NVFP4", "IQ2_XXS")
+AFFINE = {form.name: form for form in (Affine(4, 32), Affine(4, 64), Affine(8, 64))}
 
 
 def some_blocks(name: str, rows: int, width: int, seed: int = 0) -> tuple[torch.Tensor, torch.Tensor]:
@@ -34,7 +35,7 @@ def some_blocks(name: str, rows: int, width: int, seed: int = 0) -> tuple[torch.
 
 
 def packed(name: str, data: torch.Tensor, width: int) -> PackedBlocks:
-    weight = block_layout.empty(name, data.shape[0], width, CPU)
+    weight = block_layout.empty(Blocks(name), data.shape[0], width, CPU)
     block_layout.pack_rows(weight, 0, BlockRows(data))
     return weight
 
@@ -85,7 +86,7 @@ def test_sixteen_bits_of_the_other_kind() -> None:
 @pytest.mark.parametrize("name", ["Q4_0", "Q5_0", "Q6_K", "Q8_0", "IQ4_NL", "Q2_K", "Q1_0"])
 def test_rows_may_come_in_any_pieces(name: str) -> None:
     data, _ = some_blocks(name, 53, 512)
-    pieces = block_layout.empty(name, 53, 512, CPU)
+    pieces = block_layout.empty(Blocks(name), 53, 512, CPU)
     for first, last in [(20, 33), (0, 3), (33, 53), (3, 16), (16, 20)]:
         block_layout.pack_rows(pieces, first, BlockRows(data[first:last]))
     assert torch.equal(pieces.data, packed(name, data, 512).data)
@@ -94,20 +95,22 @@ def test_rows_may_come_in_any_pieces(name: str) -> None:
 @pytest.mark.parametrize("name", list(records.KINDS))
 def test_a_weight_takes_little_more_than_its_file(name: str) -> None:
     """Types with codebooks take up to twice as much: their points become codes."""
-    weight = block_layout.empty(name, 64, 4096, CPU)
-    assert weight.data.nbytes <= 1.05 * Blocks(name).row_bytes(4096) * 64
+    form = AFFINE.get(name) or Blocks(name)
+    weight = block_layout.empty(form, 64, 4096, CPU)
+    assert weight.data.nbytes <= 1.05 * form.row_bytes(4096) * 64
 
 
 def test_the_gate_builds_the_layouts_that_types_have() -> None:
     for name, layout in records.KINDS.items():
-        assert layout == layout_of(Blocks(name), 1, 256)
+        assert layout == layout_of(AFFINE.get(name) or Blocks(name), 1, 256)
 
 
 def test_widths_that_are_not_whole_blocks_are_refused() -> None:
     with pytest.raises(UnsupportedError, match="260"):
-        block_layout.empty("Q4_K", 16, 260, CPU)
+        block_layout.empty(Blocks("Q4_K"), 16, 260, CPU)
+    weight = block_layout.empty(Blocks("Q8_0"), 16, 64, CPU)
     with pytest.raises(CheckpointError):
-        block_layout.pack_rows(block_layout.empty("Q8_0", 16, 64, CPU), 0, BlockRows(torch.zeros(16, 67, dtype=torch.uint8)))
+        block_layout.pack_rows(weight, 0, BlockRows(torch.zeros(16, 67, dtype=torch.uint8)))
 
 
 @needs_emulation

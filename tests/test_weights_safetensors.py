@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.files import stays_inside
+from nanovllm_cli.weights.safetensors import SafetensorsFile
 from untrusted_files import open_and_read, refusal
 
 DTYPES = [
@@ -173,6 +174,14 @@ def test_malformed_file_is_refused_with_a_reason(case: str, tmp_path: Path) -> N
     assert fragment in raised.value.message
     assert str(path) in raised.value.message
     assert "\n" not in raised.value.message
+
+
+def test_metadata_may_be_null(tmp_path: Path) -> None:
+    """As MLX writes a file that has none."""
+    (tmp_path / "m.safetensors").write_bytes(handmade({"__metadata__": None, "a": f32(0, 8)}, bytes(8)))
+    file = SafetensorsFile(tmp_path / "m.safetensors")
+    assert file.metadata == {}
+    assert list(file.entries) == ["a"]
 
 
 VALID = handmade({"__metadata__": {"format": "pt"}, **TWO, "c": f32(16, 24, [2, 2], "BF16")}, bytes(24))

@@ -2,14 +2,14 @@
 //
 //   weight = scale * (code - OFFSET) + low          code of BITS bits, unsigned; signed of 8 bits, or a number of the TABLE
 //
-// Macros: BITS, of which one alone stands for 0 and 2; GROUP, the columns of x that share a scale, 16 or 32; SPAN, the columns of a
+// Macros: BITS, of which one alone stands for 0 and 2, and eight for a number with a sign; GROUP, the columns of x that share a scale, 16 or 32; SPAN, the columns of a
 // scale here, as many or 64 to 256; SCALE and LOW, their kinds as in record_kinds.py; OFFSET; UNIT, supers are
 // divided by 2^UNIT; TABLE0 … TABLE3, sixteen signed bytes, or none of them. A record lies in global or in shared memory, on a
 // boundary of 16 bytes; nothing here crosses lanes.
 #pragma once
 #include "common.cuh"
 
-constexpr int F16 = 1, E8M0 = 3, SUB_U8 = 4, SUB_I8 = 5, UE4M3 = 7;  // SCALE
+constexpr int F32 = 0, F16 = 1, BF16 = 2, E8M0 = 3, SUB_U8 = 4, SUB_I8 = 5, UE4M3 = 7;  // SCALE
 constexpr int NO_LOW = 0, MIN = 2, SUB_MIN = 3, NIBBLE = 4;         // LOW
 
 constexpr int TILE = 16, STEP = 64;
@@ -18,7 +18,7 @@ constexpr int COLUMNS = HAS_SUPERS || SPAN > 128 ? 256 : 128, STEPS = COLUMNS / 
 constexpr int SCALES = COLUMNS / SPAN, STEP_SCALES = SPAN < STEP ? STEP / SPAN : 1;
 constexpr int BASE_BITS = BITS == 8 ? 8 : BITS >= 4 ? 4 : BITS >= 2 ? 2 : 1, HIGH_BITS = BITS - BASE_BITS;
 constexpr int LANE_BASE = BASE_BITS * 4, LANE_HIGH = HIGH_BITS * 4;  // bytes of a lane and step
-constexpr int SCALE_BYTES = SCALE == F16 ? 2 : 1, LOW_BYTES = LOW == MIN ? 2 : LOW == SUB_MIN ? 1 : 0;
+constexpr int SCALE_BYTES = SCALE == F32 ? 4 : SCALE <= BF16 ? 2 : 1, LOW_BYTES = LOW == MIN ? SCALE_BYTES : LOW == SUB_MIN;
 constexpr int HIGH_AT = STEPS * WARP_SIZE * LANE_BASE;
 constexpr int SCALES_AT = HIGH_AT + STEPS * WARP_SIZE * LANE_HIGH;
 constexpr int LOWS_AT = SCALES_AT + TILE * SCALES * SCALE_BYTES;
@@ -26,7 +26,8 @@ constexpr int SUPERS_AT = LOWS_AT + TILE * SCALES * LOW_BYTES;
 constexpr int SUPER_BYTES = SCALE == UE4M3 ? 4 : 2 * (HAS_SUPERS + HAS_SUPER_LOWS);
 constexpr int RECORD_BYTES = SUPERS_AT + TILE * SUPER_BYTES;
 static_assert(RECORD_BYTES % 16 == 0 && (GROUP == 16 || GROUP == 32), "whole loads; groups of half an mma or a whole one");
-static_assert(SPAN == GROUP || (SPAN >= STEP && SCALE == F16 && LOW == NO_LOW), "a step has a scale a group, or one");
+static_assert(SPAN == GROUP || (SPAN >= STEP && SCALE <= BF16 && LOW <= MIN), "a step has a scale a group, or one");
+static_assert(LOW != MIN || (SCALE <= BF16 && STEP_SCALES * SCALE_BYTES <= 8), "minima as scales are");
 
 // A lane's codes of a step, four a word: [32 columns][16 columns][row r, row r + 8], as two mma.m16n8k32 take them.
 struct Words {
@@ -127,7 +128,7 @@ struct RowScales {
   }
 
   DEVICE float scale(int group) const {
-    if (SCALE == F16) return half_at(scales, SPAN == GROUP ? group : 0);
+    if (SCALE <= BF16) return number_at(scales, SPAN == GROUP ? group : 0);
     if (SCALE == E8M0) {  // 2^(e - 128); denormal numbers are zero
       const uint32_t exponent = scales[0] >> group * 8 & 0xff;
       return __uint_as_float((max(exponent, 1u) - 1) << 23);
@@ -139,7 +140,7 @@ struct RowScales {
 
   // Only where LOW is not NO_LOW.
   DEVICE float low(int group) const {
-    if (LOW == MIN) return half_at(lows, group);
+    if (LOW == MIN) return number_at(lows, SPAN == GROUP ? group : 0);
     return times(supers.low, LOW == NIBBLE ? nibble_at(scales, group * 8 + 4) : byte_at(lows, group));
   }
 
@@ -150,7 +151,9 @@ struct RowScales {
     if (COUNT >= 4) words[0] = *reinterpret_cast<const uint32_t*>(source);
     if (COUNT == 8) words[1] = *reinterpret_cast<const uint32_t*>(source + 4);
   }
-  static DEVICE float half_at(const uint32_t* words, int i) {
+  static DEVICE float number_at(const uint32_t* words, int i) {
+    if (SCALE == F32) return __uint_as_float(words[i]);
+    if (SCALE == BF16) return __uint_as_float(i % 2 ? words[i / 2] & 0xffff0000u : words[i / 2] << 16);
     return __half2float(__ushort_as_half((unsigned short)(words[i / 2] >> i % 2 * 16)));
   }
   // BYTE_BASE plus a byte, or four bits.

@@ -1,13 +1,13 @@
-"""GGUF's blocks on a GPU: sizes and places in a packed weight, shared by its kernels (block_records.cuh) and by what fills it
-(quant/block_layout.py).
+"""GGUF's blocks, and codes with minima as MLX has them, on a GPU: sizes and places in a packed weight, shared by its kernels
+(block_records.cuh) and by what fills it (quant/block_layout.py).
 
 A weight [N, K] is cut into tiles of 16 rows (outputs) and records of 256 columns, or 128 where a block has no more; the last ones
 are filled up with zeros. Records lie along K, then along N, and one is read from its begin to its end:
 
     codes        bit planes, in steps of 64 columns
-    scales       [16, groups] of 16 to 256 columns: f16, e8m0, or a byte that an f16 of the row multiplies (a signed one as
-                 b + 128), ue4m3 an f32
-    lows         [16, groups]: f16 that are added, or bytes; where there are any
+    scales       [16, groups] of 16 to 256 columns: f16, bf16, f32, e8m0, or a byte that an f16 of the row multiplies (a signed
+                 one as b + 128), ue4m3 an f32
+    lows         [16, groups]: of the type of the scales, added, or bytes; where there are any
     supers       [16] f16 or f32, and [16] f16 for the lows; where there are any
 
 A step's codes are those that a warp multiplies by two mma.m16n8k32 (PTX ISA; the weight is their A): lane 4 r + c has rows r and
@@ -25,17 +25,19 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.kernels import record_kinds as kinds
-from nanovllm_cli.kernels.record_kinds import LOW_DTYPES, SCALE_DTYPES, RecordLayout
+from nanovllm_cli.kernels.record_kinds import SCALE_DTYPES, RecordLayout
 
 TILE = 16
 STEP = 64
 SHORT, LONG = 128, 256
 """Columns of a record."""
+SIGN = 128
+"""What is taken off codes of eight bits where they lie, so that they have a sign."""
 
 
 class PackedBlocks(NamedTuple):
-    """type: GGUF's name of it. layout: what codes and scales mean (the CPU's records are of the same kinds). data: uint8 [tiles,
-    records, bytes]."""
+    """type: GGUF's name of it, or the format's. layout: what codes and scales mean (the CPU's records are of the same kinds).
+    data: uint8 [tiles, records, bytes]."""
 
     type: str
     layout: RecordLayout
@@ -65,8 +67,7 @@ def padded_width(layout: RecordLayout) -> int:
 
 def record_bytes(layout: RecordLayout) -> int:
     columns = columns_of(layout)
-    low = LOW_DTYPES[layout.low].itemsize if layout.low in LOW_DTYPES else 0
-    a_row = columns // layout.group * (SCALE_DTYPES[layout.scale].itemsize + low)
+    a_row = columns // layout.group * (SCALE_DTYPES[layout.scale].itemsize + layout.low_bytes)
     return TILE * (columns * layout.bits // 8 + a_row + layout.super_bytes)
 
 
@@ -82,11 +83,11 @@ def signed_table(layout: RecordLayout) -> list[int] | None:
 
 def constants(layout: RecordLayout) -> tuple[tuple[str, str | int], ...]:
     """What block_records.cuh is compiled with."""
-    assert layout.scale in (kinds.F16, kinds.E8M0, kinds.SUB_U8, kinds.SUB_I8, kinds.UE4M3), layout
+    assert layout.scale != kinds.SUB_ODD, layout
     table = signed_table(layout)
-    # Eight bits are signed as they lie, and so are the numbers of a table. A single bit is unpacked to 0 or 2 without one.
+    # Eight bits have a sign as they lie, and so do the numbers of a table. A single bit is unpacked to 0 or 2 without one.
     table = None if layout.bits == 1 else table
-    offset = 0 if table is not None or layout.bits == 8 else layout.offset
+    offset = 0 if table is not None else layout.offset - SIGN * (layout.bits == 8)
     found: list[tuple[str, str | int]] = [
         ("BITS", layout.bits), ("GROUP", rounding_group(layout)), ("SPAN", layout.group), ("SCALE", layout.scale),
         ("LOW", layout.low), ("OFFSET", offset), ("UNIT", layout.unit),
@@ -127,6 +128,8 @@ KINDS = {
     "IQ4_XS": _kind(4, 32, kinds.SUB_I8, table=_IQ4),
     "MXFP4": _kind(4, 32, kinds.E8M0, table=_FP4),
     "NVFP4": _kind(4, 16, kinds.UE4M3, table=_FP4, unit=1),
+    **{f"affine{bits}:group=64": _kind(bits, 64, kinds.BF16, kinds.MIN) for bits in (4, 8)},
+    "affine4:group=32": _kind(4, 32, kinds.BF16, kinds.MIN),
 }
-"""Layouts of the common types, one row each: what the compile gate builds kernels of. What storages take comes from the types
-themselves (quant/block_layout.py), and is the same."""
+"""Layouts of the common types, and of what MLX writes, one row each: what the compile gate builds kernels of. What storages take
+comes from the formats themselves (quant/block_layout.py), and is the same."""

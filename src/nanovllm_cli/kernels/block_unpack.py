@@ -58,7 +58,8 @@ def variant(layout: RecordLayout, dtype: torch.dtype, by_ids: bool = False) -> K
 def variants() -> list[Kernel]:
     """What the compile gate builds: every kind of plane, scale and table."""
     bf16, fp16 = torch.bfloat16, torch.float16
-    types = ("Q1_0", "TQ2_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4")
+    types = ("Q1_0", "TQ2_0", "Q5_1", "Q8_0", "Q2_K", "Q3_K", "Q4_K", "Q6_K", "IQ4_XS", "MXFP4", "affine4:group=64",
+             "affine8:group=64")  # fmt: skip
     return [
         *(variant(records.KINDS[name], bf16) for name in types),
         variant(records.KINDS["Q4_K"], fp16),

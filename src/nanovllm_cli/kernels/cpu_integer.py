@@ -137,7 +137,7 @@ def codes_at(width, group, scale, low):
     groups = (width + group - 1) // group
     scale_bytes = 4 if scale == F32 else (2 if scale == F16 or scale == BF16 else 1)
     scales = (groups + 1) // 2 if scale == SUB_ODD else groups * scale_bytes
-    low_bytes = 2 if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
+    low_bytes = scale_bytes if low == MIN else (1 if low == ZERO or low == SUB_MIN else 0)
     return TILE * (super_bytes(scale, low) + scales + groups * low_bytes)
 
 
@@ -145,6 +145,23 @@ def codes_at(width, group, scale, low):
 def super_bytes(scale, low):
     """See `record_kinds.RecordLayout.super_bytes`."""
     return (4 if scale == UE4M3 else 2 * int(SUB_U8 <= scale <= SUB_ODD)) + 2 * int(low >= SUB_MIN)
+
+
+@inner
+def unpack_floats(at, count, kind, target):
+    """count numbers of F32, F16 or BF16 at `at` to fp32; what lies behind them."""
+    if kind == F16:
+        unpack_halves(at, count, np.float32(1.0), target.ctypes.data)
+        return at + 2 * count
+    if kind == BF16:
+        bits16 = carray(typed_pointer(at, np.uint16(0)), (count,))
+        for i in range(count):
+            target[i] = load(bits16, i)
+        return at + 2 * count
+    floats = carray(typed_pointer(at, np.float32(0)), (count,))
+    for i in range(count):
+        target[i] = floats[i]
+    return at + 4 * count
 
 
 @inner
@@ -156,19 +173,8 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
     count = (width + group - 1) // group * TILE
     supers, super_lows = record, record + 2 * TILE
     at = record + TILE * super_bytes(scale, low)
-    if scale == F16:
-        unpack_halves(at, count, np.float32(1.0), scales.ctypes.data)
-        at += 2 * count
-    elif scale == BF16:
-        bits16 = carray(typed_pointer(at, np.uint16(0)), (count,))
-        for i in range(count):
-            scales[i] = load(bits16, i)
-        at += 2 * count
-    elif scale == F32:
-        floats = carray(typed_pointer(at, np.float32(0)), (count,))
-        for i in range(count):
-            scales[i] = floats[i]
-        at += 4 * count
+    if scale <= BF16:
+        at = unpack_floats(at, count, scale, scales)
     elif scale == E8M0:
         exponents = carray(typed_pointer(at, np.uint8(0)), (count,))
         for i in range(count):
@@ -201,7 +207,7 @@ def unpack_scales(record, width, group, scale, low, unit, scales, lows, factors)
             else:
                 minus_u8(at + count, groups, factors.ctypes.data, lows.ctypes.data)
     if low == MIN:
-        unpack_halves(at, count, np.float32(1.0), lows.ctypes.data)
+        unpack_floats(at, count, scale, lows)
     elif low == ZERO:
         zeros = carray(typed_pointer(at, np.uint8(0)), (count,))
         for i in range(count):

@@ -21,8 +21,8 @@ groups share a byte, the first in the lower half. E8M0: 2**(byte - 128), half of
 twice the value (fp4's are 0.5 apart). UE4M3: an 8-bit float of seven bits, four of exponent and three of fraction, times
 an f32 a row that every record has (NVFP4's)."""
 NO_LOW, ZERO, MIN, SUB_MIN, NIBBLE = range(5)
-"""Kinds of what is taken off. ZERO: u8 codes; MIN: f16, added; SUB_MIN: u8 times an f16 a record; NIBBLE: the same, in the upper
-half of the scale's byte."""
+"""Kinds of what is taken off. ZERO: u8 codes; MIN: of the type of the scales, added; SUB_MIN: u8 times an f16 a record; NIBBLE:
+the same, in the upper half of the scale's byte."""
 
 GROUPS = (16, 32, 64, 128, 256)
 SCALE_DTYPES = {
@@ -35,7 +35,6 @@ SCALE_DTYPES = {
     SUB_I8: torch.int8,
     SUB_ODD: torch.uint8,
 }
-LOW_DTYPES = {ZERO: torch.uint8, MIN: torch.float16, SUB_MIN: torch.uint8}
 PLANES = {8: (8,), 7: (4, 2, 1), 6: (4, 2), 5: (4, 1), 4: (4,), 3: (2, 1), 2: (2,), 1: (1,)}
 
 
@@ -106,6 +105,7 @@ class RecordLayout:
         assert self.group in GROUPS
         assert (self.low in (SUB_MIN, NIBBLE)) <= (self.scale == SUB_U8)
         assert self.low == NO_LOW or self.offset == 0
+        assert self.low != MIN or self.scale in (F32, F16, BF16)
         assert self.table is None or len(self.table) == 16
         assert self.bits != 1 or (self.table is not None and self.table[:2] == (0, 2)), "what kernels unpack a bit to"
 
@@ -134,6 +134,18 @@ class RecordLayout:
         return self.low in (SUB_MIN, NIBBLE)
 
     @property
+    def low_dtype(self) -> torch.dtype | None:
+        """Of what has a place of its own beside the scales."""
+        if self.low == MIN:
+            return SCALE_DTYPES[self.scale]
+        return torch.uint8 if self.low in (ZERO, SUB_MIN) else None
+
+    @property
+    def low_bytes(self) -> int:
+        """Of a group."""
+        return 0 if self.low_dtype is None else self.low_dtype.itemsize
+
+    @property
     def super_bytes(self) -> int:
         """Of a row in a record."""
         return (4 if self.scale == UE4M3 else 2 * self.has_supers) + 2 * self.has_super_lows
@@ -155,8 +167,7 @@ class RecordLayout:
         """Bytes before the codes in a record of `width` codes along k."""
         groups = -(-width // self.group)
         scales = -(-width // self.scale_span) * SCALE_DTYPES[self.scale].itemsize
-        low = LOW_DTYPES[self.low].itemsize if self.low in LOW_DTYPES else 0
-        return TILE * (self.super_bytes + scales + groups * low)
+        return TILE * (self.super_bytes + scales + groups * self.low_bytes)
 
     def record_bytes(self, width: int) -> int:
         """Bytes of a record of `width` codes along k."""

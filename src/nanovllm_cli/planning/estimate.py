@@ -28,7 +28,7 @@ from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import matrices_of, shapes_of
 from nanovllm_cli.planning.facts import Facts, TensorClass
-from nanovllm_cli.quant.format import Blocks, Format, Integer
+from nanovllm_cli.quant.format import Affine, Blocks, Format, Integer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.loader import DenseBytes, WeightFormats, is_by_head
 from nanovllm_cli.weights.tensor_names import checkpoint_name, names_of
@@ -120,7 +120,7 @@ def _is_plain(outer: TensorClass) -> bool:
 
 def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activations) -> str:
     """Whole numbers where weights and activations are (quant/cpu_formats.py), else the compute type."""
-    can_round = isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")
+    can_round = isinstance(form, Affine | Blocks) or (isinstance(form, Integer) and form.activation == "int8")
     rounds = {"auto": dtype != torch.float32, "rounded": True, "exact": False}[activations]
     return "int8" if can_round and rounds else _RATES[dtype]
 

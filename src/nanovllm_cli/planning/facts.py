@@ -19,6 +19,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest, tensor_shapes
 from nanovllm_cli.weights.hearing import read_hearing
 from nanovllm_cli.weights.loader import hf_spec, read_spec
+from nanovllm_cli.weights.mlx_numbers import is_quantized_by_mlx
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
@@ -97,8 +98,9 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
 
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:
-    """None where a checkpoint that others quantized has no weights here: some of its readers look into tensors."""
+    """None where a checkpoint that others quantized has no weights here: some of its readers, if not MLX's, look into tensors."""
     quantized = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    quantized = quantized and not is_quantized_by_mlx(checkpoint)
     return None if headers_only and checkpoint.format == "hf" and quantized else open_reader(checkpoint)
 
 

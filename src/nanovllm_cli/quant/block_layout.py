@@ -1,4 +1,5 @@
-"""GGUF's blocks as a GPU keeps them: packed once, when they are loaded (the layout: kernels/block_records.py)."""
+"""GGUF's blocks, and codes with minima as MLX has them, as a GPU keeps them: packed once, when they are loaded (the layout:
+kernels/block_records.py)."""
 
 from __future__ import annotations
 
@@ -6,31 +7,35 @@ import torch
 from torch.nn.functional import pad
 
 from nanovllm_cli.kernels import block_records as records
-from nanovllm_cli.kernels.block_records import STEP, TILE, PackedBlocks
+from nanovllm_cli.kernels.block_records import SIGN, STEP, TILE, PackedBlocks
 from nanovllm_cli.kernels.record_kinds import SUB_I8, RecordLayout
-from nanovllm_cli.quant.cpu_integer import layout_of, record_rows
+from nanovllm_cli.quant.cpu_integer import by_group, layout_of, record_rows
 from nanovllm_cli.quant.cpu_records import RecordRows
-from nanovllm_cli.quant.format import Blocks
+from nanovllm_cli.quant.format import Affine, Blocks
 from nanovllm_cli.quant.gguf_blocks import BLOCKS
-from nanovllm_cli.quant.rows import BlockRows
+from nanovllm_cli.quant.rows import AffineRows, BlockRows
 
 LOOKED_UP = tuple(name for name in BLOCKS if name.startswith(("IQ1", "IQ2", "IQ3")))
 """Whose points come from tables on the host."""
 
 
-def empty(type_name: str, num_rows: int, width: int, device: torch.device) -> PackedBlocks:
-    """A weight to be filled by `pack_rows`. UnsupportedError for widths that are not whole blocks."""
-    layout = layout_of(Blocks(type_name), num_rows, width)
-    return PackedBlocks(type_name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
+def empty(form: Blocks | Affine, num_rows: int, width: int, device: torch.device) -> PackedBlocks:
+    """A weight to be filled by `pack_rows`. UnsupportedError for widths that are not whole blocks or groups."""
+    layout, name = layout_of(form, num_rows, width), form.type if isinstance(form, Blocks) else form.name
+    return PackedBlocks(name, layout, torch.zeros(records.shape(layout), dtype=torch.uint8, device=device))
 
 
-def pack_rows(weight: PackedBlocks, first_row: int, rows: BlockRows, on: torch.device | None = None) -> None:
+def pack_rows(weight: PackedBlocks, first_row: int, rows: BlockRows | AffineRows, on: torch.device | None = None) -> None:
     """Rows of the weight's type on any device become rows first_row …, which nobody has set before. on: which one packs them, if
     it can and that is not the weight's: a model of 8B takes a GPU a second, and 16 cores half a minute (est.)."""
     layout = weight.layout
     where = torch.device("cpu") if weight.type in LOOKED_UP else on or weight.data.device
-    data, factors = rows.data.to(where), None if rows.factors is None else rows.factors.to(where)
-    packed = pack(layout, record_rows(Blocks(weight.type), BlockRows(data, factors), layout), first_row % TILE)
+    if isinstance(rows, AffineRows):
+        plain = by_group(AffineRows(*(part.to(where) for part in rows)), layout)
+    else:
+        data, factors = rows.data.to(where), None if rows.factors is None else rows.factors.to(where)
+        plain = record_rows(Blocks(weight.type), BlockRows(data, factors), layout)
+    packed = pack(layout, plain, first_row % TILE)
     first = first_row // TILE
     weight.data[first : first + packed.shape[0]] |= packed.to(weight.data.device)
 
@@ -50,7 +55,7 @@ def pack(layout: RecordLayout, rows: RecordRows, above: int = 0) -> torch.Tensor
         flat = tiled(values, width)
         return [flat.contiguous().view(torch.uint8).flatten(2)]
 
-    codes = rows.codes if layout.bits < 8 else rows.codes - layout.offset  # wraps around to what the signed byte has
+    codes = rows.codes if layout.bits < 8 else rows.codes - SIGN  # wraps around to what the signed byte has
     scales = rows.scales.view(torch.uint8) ^ 128 if layout.scale == SUB_I8 else rows.scales  # from -128 on
     groups = columns // layout.group
     parts = _planes(layout, _words(tiled(codes, columns)))

@@ -7,7 +7,7 @@ import torch
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.cpu_storage import CpuStorage
 from nanovllm_cli.quant.cpu_values import CpuValues
-from nanovllm_cli.quant.format import Blocks, Format, Integer
+from nanovllm_cli.quant.format import Affine, Blocks, Format, Integer
 
 
 def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *, rounds: bool) -> CpuStorage:
@@ -15,6 +15,6 @@ def make_storage(form: Format, num_rows: int, width: int, dtype: torch.dtype, *,
 
     UnsupportedError for widths and groups that don't fit.
     """
-    if rounds and (isinstance(form, Blocks) or (isinstance(form, Integer) and form.activation == "int8")):
+    if rounds and (isinstance(form, Affine | Blocks) or (isinstance(form, Integer) and form.activation == "int8")):
         return CpuInteger(form, num_rows, width, dtype)
     return CpuValues(form, num_rows, width, dtype, rounds=rounds)

@@ -1,4 +1,5 @@
-"""Integer codes and GGUF blocks on a CPU that rounds activations to int8: packed in records (cpu_records.py)."""
+"""Integer codes, with minima or not, and GGUF blocks on a CPU that rounds activations to int8: packed in records
+(cpu_records.py)."""
 
 from __future__ import annotations
 
@@ -16,13 +17,15 @@ from nanovllm_cli.kernels.record_kinds import CHUNK, GROUPS, Codebook, RecordLay
 from nanovllm_cli.quant import gguf_blocks
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
 from nanovllm_cli.quant.cpu_storage import CpuStorage
-from nanovllm_cli.quant.format import Blocks, Integer
+from nanovllm_cli.quant.format import Affine, Blocks, Integer
 from nanovllm_cli.quant.gguf_blocks import BlockType
 from nanovllm_cli.quant.gguf_codebooks import CODEBOOKS, codebook
-from nanovllm_cli.quant.rows import BlockRows, IntegerRows, QuantizedRows
+from nanovllm_cli.quant.rows import AffineRows, BlockRows, IntegerRows, QuantizedRows
 
 _TERNARY = np.array([1, 3, 9, 27], np.int16)
 """What four digits of an index are worth."""
+Whole = Integer | Affine | Blocks
+"""Formats whose codes are whole numbers."""
 _SCALES = {"float32": kinds.F32, "float16": kinds.F16, "bfloat16": kinds.BF16}
 
 
@@ -32,7 +35,7 @@ class CpuInteger(CpuStorage):
 
     recordable = True
 
-    def __init__(self, form: Integer | Blocks, num_rows: int, width: int, dtype: torch.dtype) -> None:
+    def __init__(self, form: Whole, num_rows: int, width: int, dtype: torch.dtype) -> None:
         super().__init__(num_rows, width, dtype)
         self._form = form
         layout = compact_layout_of(form, num_rows, width)
@@ -78,17 +81,20 @@ class CpuInteger(CpuStorage):
             assert torch.equal(known, order.int()), "one order for all rows of a weight"
 
 
-def layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout:
+def layout_of(form: Whole, num_rows: int, width: int) -> RecordLayout:
     """How a weight of a format is packed, with a code for each number. UnsupportedError for widths and groups that don't fit."""
     form.check_width(width)
-    if isinstance(form, Integer):
+    if not isinstance(form, Blocks):
         group = form.group or CHUNK
         if group not in GROUPS and group % CHUNK:
             raise UnsupportedError(
                 f"{form.name}: groups of {group} columns on a CPU; known: {', '.join(map(str, GROUPS))} and multiples of {CHUNK}",
                 "quantize the weights again with another group size",
             )
-        low, offset = (kinds.ZERO, 0) if form.zeros else (kinds.NO_LOW, form.middle)
+        if isinstance(form, Affine):
+            low, offset = kinds.MIN, 0
+        else:
+            low, offset = (kinds.ZERO, 0) if form.zeros else (kinds.NO_LOW, form.middle)
         return RecordLayout(num_rows, width, form.bits, min(group, CHUNK), _SCALES[form.scales], low, offset)
     kind = gguf_blocks.block_type(form.type)
     low = kinds.NO_LOW
@@ -107,11 +113,11 @@ def layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout
     return RecordLayout(num_rows, width, kind.code_bits, kind.group, scale, low, offset, unit, table)
 
 
-def compact_layout_of(form: Integer | Blocks, num_rows: int, width: int) -> RecordLayout:
+def compact_layout_of(form: Whole, num_rows: int, width: int) -> RecordLayout:
     """The same, but as small as the file where codes for each number are more than 1.1 of it: points of codebooks, and scales of
     4 bits. A CPU looks them up while it unpacks a record."""
     layout = layout_of(form, num_rows, width)
-    if isinstance(form, Integer):
+    if not isinstance(form, Blocks):
         return layout
     kind = gguf_blocks.block_type(form.type)
     known = _codebook(kind, layout.table)
@@ -135,19 +141,11 @@ def _codebook(kind: BlockType, table: tuple[int, ...] | None) -> Codebook | None
     return Codebook(index_bits, points.shape[1], signs, points.tobytes(), (table[:half], table[half : 2 * half]))
 
 
-def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayout) -> RecordRows:
+def record_rows(form: Whole, rows: QuantizedRows, layout: RecordLayout) -> RecordRows:
     """The format's rows as `pack_rows` takes them, columns in the order of the groups."""
-    if isinstance(form, Integer):
-        assert isinstance(rows, IntegerRows)
-        codes = rows.codes if rows.order is None else rows.codes[:, rows.order.long()]
-        repeat = layout.num_groups // rows.scales.shape[1]
-        scales, zeros = (
-            None if t is None else t.repeat_interleave(repeat, 1)[:, : layout.num_groups]
-            for t in (rows.scales, rows.zeros)
-        )
-        assert scales is not None
-        assert scales.dtype == kinds.SCALE_DTYPES[layout.scale]
-        return RecordRows(codes, scales, zeros)
+    if isinstance(rows, IntegerRows | AffineRows):
+        return by_group(rows, layout)
+    assert isinstance(form, Blocks)
     assert isinstance(rows, BlockRows)
     if layout.codebook is not None:
         return _point_rows(form.type, rows.data)
@@ -161,6 +159,18 @@ def record_rows(form: Integer | Blocks, rows: QuantizedRows, layout: RecordLayou
         assert parts.sub_min is not None
         return RecordRows(parts.codes, parts.sub | parts.sub_min << 4, None, parts.d, parts.dmin)
     return RecordRows(parts.codes, parts.sub, parts.sub_min, parts.d, parts.dmin)
+
+
+def by_group(rows: IntegerRows | AffineRows, layout: RecordLayout) -> RecordRows:
+    """The same of formats whose groups may be longer than the layout's."""
+    order, lows = (None, rows.minima) if isinstance(rows, AffineRows) else (rows.order, rows.zeros)
+    codes = rows.codes if order is None else rows.codes[:, order.long()]
+    repeat = layout.num_groups // rows.scales.shape[1]
+    scales, lows = (None if t is None else t.repeat_interleave(repeat, 1)[:, : layout.num_groups] for t in (rows.scales, lows))
+    assert scales is not None
+    assert scales.dtype == kinds.SCALE_DTYPES[layout.scale]
+    assert layout.low != kinds.MIN or (lows is not None and lows.dtype == scales.dtype)
+    return RecordRows(codes, scales, lows)
 
 
 def _unpacked(kind: BlockType, blocks: torch.Tensor) -> torch.Tensor:

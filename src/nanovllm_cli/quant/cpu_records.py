@@ -9,7 +9,8 @@ to 32). A tile's chunks lie behind each other, tiles behind each other. A (tile,
     supers   [64] f16, [64] f16            one a column: of sub scales (f32 of ue4m3), of sub mins; where there are any
     scales   [groups, 64]                  f32, f16, bf16, e8m0 (a power of two), or ue4m3 / u8 / i8 times the super; odd numbers
                                            times the super: [groups / 2, 64], a byte for two groups
-    lows     [groups, 64]                  u8 zero points, f16 mins (added), u8 times the second super; where there are any
+    lows     [groups, 64]                  u8 zero points, mins (added, of the type of the scales), or u8 times the second super;
+                                           where there are any
     codes    [k / 32, bits, 64, 4] bytes   32 k's of 64 columns, as bit planes
 
 Everything is read once, in the order in which it lies: a processor fetches such a stream ahead by itself.

@@ -13,7 +13,7 @@ from nanovllm_cli.kernels.values import Scaled
 from nanovllm_cli.quant.cpu_integer import compact_layout_of, record_rows
 from nanovllm_cli.quant.cpu_records import RecordRows, pack_rows
 from nanovllm_cli.quant.cpu_storage import CpuStorage
-from nanovllm_cli.quant.format import NF4, Blocks, Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.format import NF4, Affine, Blocks, Format, Fp8, Integer, Nf4
 from nanovllm_cli.quant.rows import Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 
@@ -58,7 +58,7 @@ class CpuValues(CpuStorage):
             return RecordRows(rows.codes, rows.scales.repeat(1, groups) if rows.scales.shape[1] == 1 else rows.scales)
         if isinstance(rows, Nf4Rows):
             return RecordRows(rows.codes, rows.scales)
-        assert isinstance(self._form, Integer | Blocks)
+        assert isinstance(self._form, Integer | Affine | Blocks)
         return record_rows(self._form, rows, self._layout)
 
     def matmul(self, x: Hidden, bias: torch.Tensor | None, out_dtype: torch.dtype) -> torch.Tensor:
@@ -91,5 +91,5 @@ def _layout(form: Format, num_rows: int, width: int) -> tuple[RecordLayout, int]
         return RecordLayout(num_rows, width, 8, form.block or CHUNK, kinds.F32), values.E4M3
     if isinstance(form, Nf4):
         return RecordLayout(num_rows, width, 4, form.group, kinds.F32), values.TABLE
-    assert isinstance(form, Integer | Blocks)
+    assert isinstance(form, Integer | Affine | Blocks)
     return compact_layout_of(form, num_rows, width), values.CODE

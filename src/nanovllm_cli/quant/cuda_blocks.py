@@ -1,4 +1,4 @@
-"""GGUF's blocks on a GPU: packed as kernels/block_records.py says, one copy for all that reads it.
+"""GGUF's blocks, and MLX's codes with minima, on a GPU: packed as kernels/block_records.py says, one copy for all that reads it.
 
 Few rows of activations are rounded to int8 by the CPU's rule and multiplied as whole numbers; more rows meet the blocks' own
 numbers in 16 bits. A deterministic GPU rounds any number: to unpack the weight for each token costs more than prompts lose.
@@ -20,22 +20,22 @@ from nanovllm_cli.kernels.product import After, AfterFew
 from nanovllm_cli.quant import block_layout, cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import choose
 from nanovllm_cli.quant.cuda_storage import CudaStorage
-from nanovllm_cli.quant.format import Blocks
-from nanovllm_cli.quant.rows import BlockRows, QuantizedRows
+from nanovllm_cli.quant.format import Affine, Blocks
+from nanovllm_cli.quant.rows import AffineRows, BlockRows, QuantizedRows
 
 
 class CudaBlocks(CudaStorage):
-    """A WeightStorage of any type of GGUF's. rounds: few rows of activations are rounded, or all on a deterministic
-    GPU."""
+    """A WeightStorage of any type of GGUF's, or of codes with minima. rounds: few rows of activations are rounded, or all on a
+    deterministic GPU."""
 
     def __init__(
-        self, form: Blocks, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool, rounds: bool,
-        place: torch.device | None = None,
+        self, form: Blocks | Affine, num_rows: int, width: int, dtype: torch.dtype, launcher: Launcher, deterministic: bool,
+        rounds: bool, place: torch.device | None = None,
     ) -> None:
         super().__init__(num_rows, width, dtype, launcher, deterministic)
         self._form = form
         self._rounds = rounds
-        self._weight: PackedBlocks = block_layout.empty(form.type, num_rows, width, place or launcher.device)
+        self._weight: PackedBlocks = block_layout.empty(form, num_rows, width, place or launcher.device)
 
     @property
     def num_bytes(self) -> int:
@@ -43,7 +43,7 @@ class CudaBlocks(CudaStorage):
 
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows.cpu()) if isinstance(rows, torch.Tensor) else rows
-        assert isinstance(quantized, BlockRows), "rows of this format"
+        assert isinstance(quantized, BlockRows | AffineRows), "rows of this format"
         block_layout.pack_rows(self._weight, first_row, quantized, self._launcher.device)
 
     def rows(self, ids: torch.Tensor, table: torch.Tensor | None) -> torch.Tensor:

@@ -15,7 +15,7 @@ from nanovllm_cli.quant.cuda_packed import CudaPacked
 from nanovllm_cli.quant.cuda_scaled import CudaScaled
 from nanovllm_cli.quant.cuda_storage import CudaStorage
 from nanovllm_cli.quant.dense_cuda import CudaDense
-from nanovllm_cli.quant.format import Blocks, Format, Fp8, Integer, Nf4
+from nanovllm_cli.quant.format import Affine, Blocks, Format, Fp8, Integer, Nf4
 
 META = torch.device("meta")
 
@@ -44,7 +44,7 @@ class CudaFormats:
         match form:
             case None:
                 return CudaDense(*sizes, *device, place)
-            case Blocks():
+            case Blocks() | Affine():
                 return CudaBlocks(form, *sizes, *device, self._rounds, place)
             case Integer() | Fp8() if self._rounds and cuda_scaled.fits(form, num_rows, width, *device):
                 return CudaScaled(form, *sizes, *device, place)

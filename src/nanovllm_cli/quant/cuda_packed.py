@@ -20,7 +20,7 @@ from nanovllm_cli.quant import cuda_unpacked
 from nanovllm_cli.quant.cuda_choice import Way, choose
 from nanovllm_cli.quant.cuda_storage import CudaStorage, count_rows
 from nanovllm_cli.quant.format import SCALE_TYPES, Fp8, Integer, Nf4
-from nanovllm_cli.quant.rows import BlockRows, IntegerRows, QuantizedRows
+from nanovllm_cli.quant.rows import AffineRows, BlockRows, IntegerRows, QuantizedRows
 
 MIDDLE_OF_4 = 8
 """The code of zero in four bits."""
@@ -58,7 +58,7 @@ class CudaPacked(CudaStorage):
 
     def load_rows(self, first_row: int, rows: torch.Tensor | QuantizedRows) -> None:
         quantized = self._form.quantize(rows.to(self._launcher.device)) if isinstance(rows, torch.Tensor) else rows
-        assert not isinstance(quantized, BlockRows), "rows of this format"
+        assert not isinstance(quantized, AffineRows | BlockRows), "rows of this format"
         codes, zeros, order = quantized.codes, None, None
         if isinstance(quantized, IntegerRows):
             assert isinstance(self._form, Integer)

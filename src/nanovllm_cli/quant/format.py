@@ -5,6 +5,7 @@ numbers are best is an algorithm's (GPTQ, AWQ).
 
     dense                the compute type
     Integer              2, 3, 4 or 8 bits and a scale a group, or a row
+    Affine               2 to 6 or 8 bits, a scale a group, and a number a group that is added
     Fp8                  e4m3 and a scale a row, or a block of 128 x 128
     Nf4                  16 quantiles of the normal distribution, a scale a group (Dettmers et al. 2023, QLoRA)
     Blocks               GGUF's block types, byte for byte
@@ -22,7 +23,7 @@ import torch
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.quant.gguf_blocks import block_type, dequantize
 from nanovllm_cli.quant.gguf_encode import encode, weighs_columns
-from nanovllm_cli.quant.rows import BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
+from nanovllm_cli.quant.rows import AffineRows, BlockRows, Fp8Rows, IntegerRows, Nf4Rows, QuantizedRows
 
 E4M3_MAX = 448.0
 FP8_BLOCK = 128
@@ -138,6 +139,46 @@ class Integer:
         result = torch.empty_like(values)
         result[:, order.long()] = values
         return result
+
+
+@dataclass(frozen=True, slots=True)
+class Affine:
+    """As MLX has them ("affine"). group: columns that share a scale and a minimum, both of the type `scales`. Activations are
+    rounded to int8, as for GGUF's blocks."""
+
+    bits: Literal[2, 3, 4, 5, 6, 8]
+    group: int
+    scales: ScaleType = "bfloat16"
+
+    @property
+    def name(self) -> str:
+        return f"affine{self.bits}:group={self.group}"
+
+    @property
+    def most(self) -> int:
+        """The largest code."""
+        return (1 << self.bits) - 1
+
+    def check_width(self, width: int) -> None:
+        _check_divides(self, width, "groups", self.group, "take another group size, or int8")
+
+    def row_bytes(self, width: int) -> float:
+        return width * self.bits / 8 + width // self.group * 2 * SCALE_TYPES[self.scales].itemsize
+
+    def quantize(self, rows: torch.Tensor) -> AffineRows:
+        n, width = rows.shape
+        self.check_width(width)
+        grouped, kind = rows.float().view(n, width // self.group, self.group), SCALE_TYPES[self.scales]
+        minima = grouped.amin(-1).to(kind)
+        scales = _kept((grouped.amax(-1) - minima.float()) / self.most, kind)
+        codes = ((grouped - minima.float().unsqueeze(-1)) / scales.float().unsqueeze(-1)).round_().clamp_(0, self.most)
+        return AffineRows(codes.to(torch.uint8).view(n, width), scales, minima)
+
+    def dequantize(self, rows: QuantizedRows) -> torch.Tensor:
+        assert isinstance(rows, AffineRows)
+        n, width = rows.codes.shape
+        values = rows.codes.float().view(n, -1, self.group) * rows.scales.float().unsqueeze(-1)
+        return values.add_(rows.minima.float().unsqueeze(-1)).view(n, width)
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,15 @@ class IntegerRows(NamedTuple):
     order: torch.Tensor | None = None
 
 
+class AffineRows(NamedTuple):
+    """weight = code * scale + minimum. codes uint8 [n, K]; scales and minima [n, G] of one type, float16, bfloat16 or float32, of
+    any sign."""
+
+    codes: torch.Tensor
+    scales: torch.Tensor
+    minima: torch.Tensor
+
+
 class Fp8Rows(NamedTuple):
     """weight = code * scale. codes uint8 [n, K], the bits of e4m3 (no infinities); scales float32 [n, G]. input_scale: what
     activations are divided by before they are rounded to e4m3, one number, where the format's activations are static."""
@@ -48,7 +57,7 @@ class BlockRows(NamedTuple):
     factors: torch.Tensor | None = None
 
 
-QuantizedRows = IntegerRows | Fp8Rows | Nf4Rows | BlockRows
+QuantizedRows = IntegerRows | AffineRows | Fp8Rows | Nf4Rows | BlockRows
 
 
 def num_rows(rows: torch.Tensor | QuantizedRows) -> int:
@@ -67,4 +76,4 @@ def take_rows(rows: torch.Tensor | QuantizedRows, which: slice) -> torch.Tensor 
     taken = rows._replace(codes=rows.codes[which], scales=rows.scales[which])
     if isinstance(taken, IntegerRows) and taken.zeros is not None:
         taken = taken._replace(zeros=taken.zeros[which])
-    return taken
+    return taken._replace(minima=taken.minima[which]) if isinstance(taken, AffineRows) else taken

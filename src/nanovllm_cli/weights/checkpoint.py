@@ -169,6 +169,7 @@ def open_checkpoint(path: str | Path, *, of_tower: bool = False, overrides: Sequ
     Raises ModelNotFoundError (nothing there), UnsupportedError (pickles, other formats, what is no model), CheckpointError
     (broken, incomplete), AccessRefusedError (permissions), UsageError (a folder with several GGUF models).
     """
+    from nanovllm_cli.weights.mlx_names import as_transformers_has_it
     from nanovllm_cli.weights.saved_names import by_published_names
 
     path = Path(path)
@@ -177,7 +178,7 @@ def open_checkpoint(path: str | Path, *, of_tower: bool = False, overrides: Sequ
 
         return _with(overrides, RandomCheckpoint(shape_config(str(path).removeprefix(RANDOM)), path=path))
     try:
-        checkpoint = by_published_names(_with(overrides, _open_path(path)))
+        checkpoint = as_transformers_has_it(by_published_names(_with(overrides, _open_path(path))))
     except PermissionError as error:
         raise AccessRefusedError(f"{path}: permission denied", "check the permissions of the folder") from error
     except OSError as error:  # a name too long, a loop of links, a disk that fails

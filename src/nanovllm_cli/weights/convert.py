@@ -69,6 +69,7 @@ from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header,
 from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
+from nanovllm_cli.weights.mlx_numbers import MLXNumbers, is_quantized_by_mlx
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled, pickled_modules
 from nanovllm_cli.weights.quantized import without_codes
 from nanovllm_cli.weights.safetensors import DTYPES
@@ -227,7 +228,7 @@ def write(
 
 def taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
     """Where it gets other names, with matrices that it has as one as the ones that the model has, and codes and scales of gpt-oss
-    as the blocks that GGUF makes of them, BitNet's as numbers."""
+    as the blocks that GGUF makes of them, BitNet's as numbers, MLX's as either."""
     return source if source.format == target else without_codes(unstacked(source))
 
 
@@ -246,10 +247,13 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
     tower, notes = tower_or_note(source, outtype, model_name)
     notes += _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec, tower)
+    if isinstance(source, MLXNumbers) and (rounded := source.rounded) and outtype == "auto":
+        notes.append(f"{len(rounded)} of MLX's weights have no type in GGUF, and become numbers of {_kinds(source, rounded)}")
     steps = []
     for name, (theirs, shape) in with_ba_as_one(named, source).items():
         info = source.info(name)
-        after = info.dtype_name if is_blocks(info.dtype_name) else gguf_type(theirs, shape, info.dtype_name, outtype)
+        stays = is_blocks(info.dtype_name) and (outtype == "auto" or info.dtype_name == "MXFP4") and not in_float32(theirs)
+        after = info.dtype_name if stays else gguf_type(theirs, shape, info.dtype_name, outtype)
         norm = spec.last_norm or spec.norm if theirs == "output_norm.weight" else spec.norm
         missing = norm.offset - norm.stored_offset  # llama.cpp's Gemma has it in the gains
         added = missing if theirs.endswith("norm.weight") and not theirs.endswith("ssm_norm.weight") else 0.0
@@ -265,6 +269,10 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         header.header[f"{family.gguf_name}.n_deepstack_layers"] = deep
     steps += [Step.made(name, tensor) for name, tensor in header.tensors.items()]
     return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head, tower=tower)
+
+
+def _kinds(source: MLXNumbers, names: list[str]) -> str:
+    return " and ".join(sorted({source.kinds[name] for name in names}))
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:
@@ -308,6 +316,8 @@ def _gguf_to_gguf(source: Checkpoint, outtype: str) -> Plan:
 
 def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     """Tensor by tensor, whatever the architecture is."""
+    if is_quantized_by_mlx(source):
+        raise UnsupportedError(f"{source.path}: MLX's weights in another folder", "convert it --to gguf")
     if source.config.get("quantization_config") and outtype != "auto":
         raise UnsupportedError(
             f"{source.path}: its weights are quantized, and so have no other dtype", "leave --outtype out"

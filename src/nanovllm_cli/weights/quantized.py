@@ -15,11 +15,14 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.mlx_names import METHOD
+from nanovllm_cli.weights.mlx_numbers import as_gguf_has_them
 from nanovllm_cli.weights.quantized_bitnet import as_numbers, read_bitnet
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_gptq
+from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
@@ -36,6 +39,7 @@ FAMILIES: dict[str, ReadFamily] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    METHOD: read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
 }
@@ -53,8 +57,6 @@ def open_reader(checkpoint: Checkpoint) -> WeightReader:
 def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
     """The reader of a quantized checkpoint, None for one that is not. UnsupportedError for methods that nothing here reads."""
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
-    if not settings and _is_of_mlx(checkpoint.config.get("quantization")):  # all that MLX's first folders say
-        raise _by_mlx(f"{checkpoint.path}: quantization")
     if not settings:
         return None
     where = f"{checkpoint.path}: quantization_config"
@@ -70,24 +72,14 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
 
 
 def without_codes(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, and BitNet's
-    the numbers that they stand for."""
-    return as_numbers(as_blocks(checkpoint))
-
-
-def _is_of_mlx(settings: Any) -> bool:
-    return isinstance(settings, Mapping) and "quant_method" not in settings and {"bits", "group_size"} <= settings.keys()
-
-
-def _by_mlx(where: str) -> UnsupportedError:
-    return UnsupportedError(f"{where}: weights quantized by MLX", "take the publisher's own folder, or a GGUF file")
+    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, BitNet's the
+    numbers that they stand for, and MLX's either."""
+    return as_gguf_has_them(as_numbers(as_blocks(checkpoint)))
 
 
 def _method(config: ConfigReader) -> str:
-    """Early bitsandbytes and compressed-tensors didn't write their names; MLX doesn't."""
+    """Early bitsandbytes and compressed-tensors didn't write their names."""
     values: Mapping[str, Any] = config.values
-    if _is_of_mlx(values):
-        raise _by_mlx(config.where)
     if "quant_method" not in values and (values.get("load_in_4bit") or values.get("load_in_8bit")):
         return "bitsandbytes"
     if "quant_method" not in values and "config_groups" in values:

@@ -2,8 +2,10 @@
 
     compressed-tensors          weight_packed [N, K / 2], weight_scale [N, K / 16] and weight_global_scale, which divides
     modelopt                    weight [N, K / 2], weight_scale [N, K / 16] and weight_scale_2, which multiplies
+    MLX                         weight [N, K / 8] uint32, scales [N, K / 16] and perhaps global_scale, which multiplies,
+                                divided by what the largest number and scale make
 
-Both put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has four scales and then, for each,
+All put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has four scales and then, for each,
 number i beside number i + 8; that is the form that rows have here. What inputs are divided by before they become four bits, too,
 is left aside: they are kept finer. Source: what compressed-tensors and TensorRT Model Optimizer export; ggml's block_nvfp4.
 """
@@ -32,21 +34,20 @@ def nvfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NVFP4Weight:
-    """divides: whether the whole weight is divided by `factor`, and not multiplied. input_scale: not used."""
+    """divides: whether the whole weight is divided by `factor`, and not multiplied. input_scale: not used. unit: what the factor
+    is divided by before."""
 
+    shape: tuple[int, int]
     codes: Part
     scales: Part
-    factor: Part
+    factor: Part | None
     divides: bool
     input_scale: Part | None
+    unit: float = 1.0
 
     @property
     def format(self) -> Blocks:
         return Blocks("NVFP4")
-
-    @property
-    def shape(self) -> tuple[int, int]:
-        return self.codes.shape[0], self.codes.shape[1] * 2
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -58,11 +59,16 @@ class NVFP4Weight:
             raise self.scales.damaged("has scales that are NaN")
         if bool((scales > 0x80).any()):  # a zero may have a sign
             raise self.scales.damaged("has scales below 0")
-        factor = self.factor.checked_scales(self.factor.read().float().reshape(1))
+        codes = self.codes.read().view(torch.uint8)[first:end]
+        return BlockRows(nvfp4_blocks(codes, scales & 0x7F), None if self.factor is None else self._factors(end - first))
+
+    def _factors(self, count: int) -> torch.Tensor:
+        assert self.factor is not None
+        factor = self.factor.checked_scales(self.factor.read().float().reshape(1)) / self.unit
         factor = factor.reciprocal() if self.divides else factor
         if not 0 < float(factor) < LARGEST_FACTOR:
             raise self.factor.damaged(f"is {float(self.factor.read().float()):.1e}, with which weights are infinite, or 0")
-        return BlockRows(nvfp4_blocks(self.codes.read()[first:end], scales & 0x7F), factor.expand(end - first).contiguous())
+        return factor.expand(count).contiguous()
 
 
 def nvfp4_weight(module: Module, codes_suffix: str, factor_suffix: str, input_suffix: str, *, divides: bool) -> NVFP4Weight:
@@ -72,4 +78,4 @@ def nvfp4_weight(module: Module, codes_suffix: str, factor_suffix: str, input_su
     scales = module.part("weight_scale", SCALE_TYPES, (num_rows, width // GROUP))
     factor = module.part(factor_suffix, ("F32",), (), (1,))
     inputs = module.part(input_suffix, ("F32",), (), (1,)) if module.has(input_suffix) else None
-    return NVFP4Weight(codes, scales, factor, divides, inputs)
+    return NVFP4Weight((num_rows, width), codes, scales, factor, divides, inputs)

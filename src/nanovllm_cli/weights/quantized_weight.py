@@ -80,6 +80,12 @@ class Part:
             raise self.damaged(f"has scales of up to {float(values.max()):.1e}, with which weights are infinite")
         return scales
 
+    def checked_numbers(self, values: torch.Tensor) -> torch.Tensor:
+        """Some of its values, of any sign, with which weights are finite."""
+        if not bool((values.float().abs() <= _LARGEST_SCALE).all()):  # which a NaN is not, either
+            raise self.damaged(f"has numbers that are NaN or infinite, or above {_LARGEST_SCALE:.1e}")
+        return values
+
     def damaged(self, what: str) -> CheckpointError:
         return CheckpointError(f"{self.checkpoint.path}: tensor {self.name!r} {what}", DOWNLOAD_AGAIN)
 
@@ -194,15 +200,18 @@ def unpack(data: torch.Tensor, bits: int, count: int) -> torch.Tensor:
     and may begin in one byte and end in the next."""
     if bits == 8:
         return data[..., :count]
-    if bits in (2, 4):
+    if bits in (1, 2, 4):
         codes = torch.stack([(data >> shift) & ((1 << bits) - 1) for shift in range(0, 8, bits)], -1)
         return codes.flatten(-2)[..., :count]
-    assert bits == 3
-    short = -data.shape[-1] % 3
-    triples = torch.nn.functional.pad(data, (0, short)).reshape(*data.shape[:-1], -1, 3).int()
-    eight = triples[..., 0] | triples[..., 1] << 8 | triples[..., 2] << 16
-    codes = torch.stack([(eight >> shift) & 7 for shift in range(0, 24, 3)], -1)
-    return codes.to(torch.uint8).flatten(-2)[..., :count]
+    assert bits in (3, 5, 6)
+    short = -data.shape[-1] % bits
+    parts = torch.nn.functional.pad(data, (0, short)).reshape(*data.shape[:-1], -1, bits)
+    parts = parts.to(torch.int32 if bits == 3 else torch.int64)
+    eight = parts[..., 0]
+    for i in range(1, bits):
+        eight = eight | parts[..., i] << 8 * i
+    codes = torch.stack([(eight >> bits * i & ((1 << bits) - 1)).to(torch.uint8) for i in range(8)], -1)
+    return codes.flatten(-2)[..., :count]
 
 
 def ggml_nibbles(pairs: torch.Tensor) -> torch.Tensor:

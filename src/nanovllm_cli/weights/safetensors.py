@@ -152,7 +152,8 @@ def _read_header(file: MappedFile) -> tuple[dict[str, SafetensorsEntry], dict[st
     if header_len > file.size - 8:
         raise broken(f"the header should have {header_len} bytes, the file ends after {file.size - 8}")
     header = parse_json(file.data[8 : 8 + header_len], f"{file.path}: header", unique_keys=True)
-    metadata = header.pop("__metadata__", {})
+    metadata = header.pop("__metadata__", None)
+    metadata = {} if metadata is None else metadata  # which MLX writes
     if not isinstance(metadata, dict) or not all(isinstance(value, str) for value in metadata.values()):
         raise broken("__metadata__ is not a table of strings")
     entries = {name: _read_entry(file.path, name, fields, 8 + header_len) for name, fields in header.items()}

@@ -31,7 +31,7 @@
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
                 linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
-                                                            weight_scale_inv of both, of blocks of rows
+                                                            weight_scale_inv of both, of blocks of rows; MLX's scales
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
     LaraMini    linear_attn.in_proj.weight [N, K]           in_proj_qkv.weight, in_proj_z, in_proj_b and in_proj_a, in this order
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
@@ -68,7 +68,7 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 _ALL = slice(None)
-_HALF = "{part}_proj.weight"
+_HALF, _DELTA = "{part}_proj.weight", r"(model\.layers\.\d+\.linear_attn)"
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 _TURNED = "gpt2", "ernie4_5_vl_moe", "ernie4_5_moe_vl"
 
@@ -332,8 +332,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
                     r"(?:linear_attn|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
-        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?)"), None, _key_heads),
-        (re.compile(r"(model\.layers\.\d+\.linear_attn)\.in_proj\.weight"), 2, _delta_parts),
+        (re.compile(rf"{_DELTA}\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?|scales|biases)"), None, _key_heads),
+        (re.compile(rf"{_DELTA}\.in_proj\.weight"), 2, _delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
     ],
