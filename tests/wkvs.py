@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -110,6 +109,7 @@ class Kept:
 def float64_rule(
     r: torch.Tensor, k: torch.Tensor, v: torch.Tensor, gates: torch.Tensor, decays: torch.Tensor, rates: torch.Tensor,
     mixes: torch.Tensor | None, first: torch.Tensor | None, tables: torch.Tensor, state: torch.Tensor,
+    eps: float = EPS,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """As the paper writes it (arXiv 2503.14456, section 4): states [V, D, D] of values by keys there, token by token,
     S = S (diag(w) - n^T (a * n)) + v^T k, out = S r^T. Nothing of it is the package's."""
@@ -130,7 +130,7 @@ def float64_rule(
             n, at = removed[t, h], a[t, own]
             state[h] = state[h] @ (torch.diag(w[t, own]) - torch.outer(n, at * n)) + torch.outer(v[t, own], k[t, own])
             out[t, own] = state[h] @ r[t, own]
-    normed = torch.nn.functional.group_norm(out, heads, gain, bias, EPS)
+    normed = torch.nn.functional.group_norm(out, heads, gain, bias, eps)
     bonus = (r * k * r_k).view(-1, heads, dim).sum(-1, keepdim=True) * v.view(-1, heads, dim)
     return (normed + bonus.flatten(1)) * gates, state.transpose(1, 2)
 
@@ -143,9 +143,6 @@ def check(case: Case, dtype: torch.dtype) -> None:
         found = [each.clone() for each in kept.run(**args)]
         assert all(torch.equal(one, other) for one, other in zip(kept.run(**args), found, strict=True))
         kept.check(args, runs, found)
-
-
-Change = Callable[[Kept, dict[str, Any]], None]
 
 
 def check_same_bits(heads: int, dim: int, total: int) -> None:

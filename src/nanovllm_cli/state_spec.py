@@ -161,10 +161,10 @@ class ScanSpec:
 @dataclass(frozen=True, slots=True)
 class WkvSpec:
     """RWKV-7's time mixing in place of attention (Peng et al. 2025, "Goose"): `heads` of head_dim numbers with a state of as many
-    rows each, see `kernels.wkv_rules.wkv7`. What its matrices read are mixtures of a token's numbers and those of the token before,
-    as is what the MLP behind it reads (its channel mixing). Decays, rates, values and gates are made by way of so many numbers
-    each. is_first: its values are those that later layers' have a part of, so that it has no value_rank. eps: of the norm of what
-    heads find."""
+    rows each, see `kernels.wkv_rules.wkv7`. What its matrices read are mixtures of a token's numbers and those of the token
+    before, as is what the MLP behind it reads (its channel mixing). Decays, rates, values and gates are made by way of so many
+    numbers each. is_first: its values are those that later layers' have a part of, so that it has no value_rank. eps: of the norm
+    of what heads find."""
 
     heads: int
     head_dim: int

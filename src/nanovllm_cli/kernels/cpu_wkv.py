@@ -197,8 +197,9 @@ def wkv7(arguments, thread, team):
     line, size = whole_lines(4 * dim), dim * dim
     memory = scratch((_PARTS + 4) * line + 4 * size)
     begin_at = memory.ctypes.data
-    at_kept, at_key, at_value, at_away, at_put = begin_at, begin_at + line, begin_at + 2 * line, begin_at + 3 * line, begin_at + 4 * line
-    at_r, at_q, at_found, at_product = begin_at + 5 * line, begin_at + 6 * line, begin_at + 7 * line, begin_at + 8 * line
+    at_kept, at_key, at_value = begin_at, begin_at + line, begin_at + 2 * line
+    at_away, at_put, at_r = begin_at + 3 * line, begin_at + 4 * line, begin_at + 5 * line
+    at_q, at_found, at_product = begin_at + 6 * line, begin_at + 7 * line, begin_at + 8 * line
     at_state = begin_at + 9 * line
     kept, key, value = floats_at(at_kept, (dim,)), floats_at(at_key, (dim,)), floats_at(at_value, (dim,))
     away, put, reads = floats_at(at_away, (dim,)), floats_at(at_put, (dim,)), floats_at(at_r, (dim,))

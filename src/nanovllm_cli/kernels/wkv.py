@@ -10,15 +10,17 @@ Legend: T tokens, B sequences, M states, V heads of D numbers, C = V * D, P mixt
 
 from __future__ import annotations
 
-from typing import Literal, NamedTuple
+from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.kernels import cpu, cpu_wkv
+from nanovllm_cli.kernels.ops import Squash
 from nanovllm_cli.kernels.states import States
 
-Squash = Literal["tanh", "sigmoid"]
 _KINDS: dict[Squash, int] = {"tanh": cpu_wkv.TANH, "sigmoid": cpu_wkv.SIGMOID}
+NO_WKV = "RWKV on a GPU is not supported yet", "add --device cpu"
+"""An error's words and hint."""
 TIME, CHANNEL = 0, 1
 """Which of a layer's two mixings rows are for: the first to take a state's places, and the last."""
 

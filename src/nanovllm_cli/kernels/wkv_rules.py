@@ -33,8 +33,8 @@ def wkv7(
     state: torch.Tensor,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [T, V * D] of one sequence, and the state behind it. r, k, v, gates [T, V * D]: as projected; decays, rates, mixes
-    [T, V * D]: what the narrow matrices gave; first: values of the first layer, or None there, with mixes. state S [V, D, D]: rows
-    of keys, columns of values. tables [8, V * D]: see TABLES; eps: of the norm of heads. With s the sigmoid
+    [T, V * D]: what the narrow matrices gave; first: values of the first layer, or None there, with mixes. state S [V, D, D]:
+    rows of keys, columns of values. tables [8, V * D]: see TABLES; eps: of the norm of heads. With s the sigmoid
 
         w = exp(-0.606531 s(decays + decay));   a = s(rates + rate);   v = v + (first - v) s(mixes + value)
         n = k * key_gains, of each head divided by its length;   k = k (1 + (a - 1) rate_gains)

@@ -41,6 +41,10 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% if message.role == 'user' %}{{ bos_token + '[INST] ' + text + ' [/INST]' }}"
         r"{% else %}{{ ' ' + text + ' ' + eos_token }}{% endif %}{% endfor %}"
     ),
+    "rwkv": (  # which ends with an empty line, and whose models write one where they have answered
+        r"{% for message in messages %}{{ message.role | capitalize + ': ' + (message.content | trim) + '\n\n' }}{% endfor %}"
+        r"{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
     "mistral": (
         _SPLIT_SYSTEM
         + "{{ bos_token }}{% for message in turns %}"
