@@ -1,5 +1,5 @@
-"""Small random RWKV-7s: folders as flash-linear-attention names them, files as llama.cpp's converter writes them, and their logits
-by formulas in float64."""
+"""Small random RWKV-7s: folders as flash-linear-attention names them, files as llama.cpp's converter writes them, and their
+logits by formulas in float64."""
 
 from __future__ import annotations
 
@@ -122,9 +122,8 @@ def logits(shape: Shape, weights: Weights, texts: Sequence[Sequence[int]], eps: 
                       w[f"{at}r_k"].flatten(), w[f"{at}g_norm.weight"], w[f"{at}g_norm.bias"]]  # fmt: skip
             state = torch.zeros(shape.hidden // shape.head_dim, shape.head_dim, shape.head_dim, dtype=torch.float64)
             gates = narrow("g", torch.sigmoid)
-            found, _ = float64_rule(
-                r, k, v, gates, narrow("w", torch.tanh), narrow("a"), mixes, first, torch.stack(tables), state, eps * shape.head_dim
-            )
+            decays, rates, of_heads = narrow("w", torch.tanh), narrow("a"), eps * shape.head_dim
+            found, _ = float64_rule(r, k, v, gates, decays, rates, mixes, first, torch.stack(tables), state, of_heads)
             first = v if first is None else first
             x = x + found @ w[f"{at}o_proj.weight"].T
             h = shifted(normed(x, f"{place}ffn_norm"), w[f"{place}ffn.x_k"])
@@ -133,8 +132,8 @@ def logits(shape: Shape, weights: Weights, texts: Sequence[Sequence[int]], eps: 
     return torch.cat(rows).float()
 
 
-_PARTS = {"r_proj.weight": "receptance", "k_proj.weight": "key", "v_proj.weight": "value", "o_proj.weight": "output", "k_k": "k_k",
-          "k_a": "k_a", "r_k": "r_k"}  # fmt: skip
+_PARTS = {"r_proj.weight": "receptance", "k_proj.weight": "key", "v_proj.weight": "value", "o_proj.weight": "output",
+          "k_k": "k_k", "k_a": "k_a"}  # fmt: skip
 
 
 def gguf_tensors(shape: Shape, weights: Weights) -> dict[str, np.ndarray[Any, Any]]:
