@@ -218,4 +218,4 @@ WINDOWED = ("gpt-oss", "gemma-3n", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exa
 def test_no_layer_of_these_has_a_window(name: str) -> None:
     """Not even where transformers has one for a config that says nothing, as for Mistral."""
     config = shape_config(name)
-    assert {attention.window for attention in spec_from_hf(config, hf_family(config)).attentions} == {None}
+    assert {attention.window for attention in spec_from_hf(config, hf_family(config)).attentions} <= {None}

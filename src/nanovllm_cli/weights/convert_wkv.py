@@ -1,5 +1,5 @@
-"""Tensors of RWKV-7 as llama.cpp's converter has them: shares of the token before are one tensor of a layer, and the first layer has
-matrices of values, which llama.cpp asks for and does not read: those of its rates once more."""
+"""Tensors of RWKV-7 as llama.cpp's converter has them: shares of the token before are one tensor of a layer, and the first layer
+has matrices of values, which llama.cpp asks for and does not read: those of its rates once more."""
 
 from __future__ import annotations
 
