@@ -295,6 +295,7 @@ BUILTIN_EXPECTED = {
     "alpaca": "<s>S\n\n### Instruction:\nU\n\n### Response:\nA</s>\n\n### Instruction:\nV\n\n### Response:\n",
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT: A</s>\nUSER: V\nASSISTANT:",
     "plain": "<s>S\nU\nA\nV",
+    "rwkv": "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:",
     "paligemma": "<s>U\n",
     "got-ocr": "<|im_start|>system\nS<|im_end|><|im_start|>user\nU<|im_end|><|im_start|>assistant\nA<|im_end|>"
     "<|im_start|>user\nV<|im_end|><|im_start|>assistant\n",

@@ -13,6 +13,7 @@ import pytest
 import torch
 from numba.core.runtime import _nrt_python
 
+import wkvs
 from nanovllm_cli.kernels import altups, connections, cpu, cpu_experts, cpu_numbers
 from nanovllm_cli.quant.cpu_formats import make_storage
 from nanovllm_cli.quant.dense import DenseStorage
@@ -125,3 +126,13 @@ def test_scans_of_many_sequences_make_no_more_arrays_than_that_of_one() -> None:
         kept.run(**args)
         made.append(arrays_made(lambda kept=kept, args=args: kept.run(**args)))
     assert made[0] == made[1] <= 2
+
+
+def test_rwkvs_of_many_sequences_make_no_more_arrays_than_that_of_one() -> None:
+    made = []
+    for lens in ([3], [3, 20, 5]):
+        kept = wkvs.Kept(wkvs.Case(3, 64, [lens]), BF16)
+        args, _ = kept.step(lens)
+        kept.run(**args)
+        made.append(arrays_made(lambda kept=kept, args=args: kept.run(**args)))
+    assert made[0] == made[1] <= 3

@@ -55,6 +55,8 @@ PUBLISHED = {
     "trinity-mini": 26_123_974_400,
     "nemotron-h-8b": 8_100_852_736, "nemotron-nano-9b-v2": 8_888_227_328,
     "nemotron-3-nano-30b-a3b": 31_577_937_344 + 23 * 128, "afm-4.5b": 4_619_184_640,
+    # one by the numbers of its tensors, all by the paper (arXiv 2503.14456)
+    "rwkv7-0.1b": 191_034_624, "rwkv7-0.4b": 450_767_872, "rwkv7-1.5b": 1_527_404_544, "rwkv7-2.9b": 2_947_735_040,
     "granite-4.0-h-tiny": 6_939_037_248, "granite-4.0-h-small": 32_207_337_984,
 }  # fmt: skip
 
@@ -216,4 +218,4 @@ WINDOWED = ("gpt-oss", "gemma-3n", "gemma-4", "olmo-3", "exaone-4.0-32b", "k-exa
 def test_no_layer_of_these_has_a_window(name: str) -> None:
     """Not even where transformers has one for a config that says nothing, as for Mistral."""
     config = shape_config(name)
-    assert {attention.window for attention in spec_from_hf(config, hf_family(config)).attentions} == {None}
+    assert {attention.window for attention in spec_from_hf(config, hf_family(config)).attentions} <= {None}

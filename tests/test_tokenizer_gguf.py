@@ -383,7 +383,8 @@ def test_trinity_cuts_digits_by_threes_from_their_end() -> None:
     ("fields", "error", "words"),
     [
         ({}, UnsupportedError, "no tokenizer"),
-        ({"tokenizer.ggml.model": "rwkv"}, UnsupportedError, "rwkv"),
+        ({"tokenizer.ggml.model": "no_vocab"}, UnsupportedError, "no_vocab"),
+        ({"tokenizer.ggml.model": "rwkv"}, CheckpointError, "no token is the byte 0"),
         (gpt2_metadata(pre="marsian"), UnsupportedError, "marsian"),
         (gpt2_metadata(merges=None), CheckpointError, "merges"),
         (gpt2_metadata(merges=["ab"]), CheckpointError, "not a pair"),

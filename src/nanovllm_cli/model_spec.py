@@ -14,6 +14,7 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
+from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 Pooling = Literal["mean", "last", "cls"]
@@ -74,6 +75,8 @@ class BlockSpec:
     def has_halves(self) -> bool:
         """Whether its MLP reads what its mixer has made, by a norm of its own, so that rows may leave between the two."""
         if None in (self.mixer, self.mlp) or isinstance(self.streams, StreamsSpec) or self.order == "beside":
+            return False
+        if isinstance(self.mixer, WkvSpec):  # whose MLP reads what came of the token before, too
             return False
         return self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms)
 

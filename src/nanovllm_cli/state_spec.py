@@ -158,5 +158,67 @@ class ScanSpec:
         return matrices + self.channels * (self.width + self.conv_bias) + own * (decays + 2)
 
 
-StateSpec = DeltaSpec | ScanSpec
+@dataclass(frozen=True, slots=True)
+class WkvSpec:
+    """RWKV-7's time mixing in place of attention (Peng et al. 2025, "Goose"): `heads` of head_dim numbers with a state of as many
+    rows each, see `kernels.wkv_rules.wkv7`. What its matrices read are mixtures of a token's numbers and those of the token
+    before, as is what the MLP behind it reads (its channel mixing). Decays, rates, values and gates are made by way of so many
+    numbers each. is_first: its values are those that later layers' have a part of, so that it has no value_rank. eps: of the norm
+    of what heads find."""
+
+    heads: int
+    head_dim: int
+    decay_rank: int
+    rate_rank: int
+    value_rank: int
+    gate_rank: int
+    is_first: bool
+    eps: float
+
+    @property
+    def values(self) -> int:
+        """Numbers of a token that its heads find."""
+        return self.heads * self.head_dim
+
+    @property
+    def num_values(self) -> int:
+        return self.heads
+
+    @property
+    def value_dim(self) -> int:
+        return self.head_dim
+
+    @property
+    def key_dim(self) -> int:
+        """Rows of a head's state."""
+        return self.head_dim
+
+    @property
+    def width(self) -> int:
+        """Tokens that mixtures are of."""
+        return 2
+
+    @property
+    def channels(self) -> int:
+        """Numbers of the token before: those that its time mixing read, and those that its MLP did."""
+        return 2 * self.values
+
+    @property
+    def num_guessed(self) -> int:
+        """See `DeltaSpec`."""
+        return self.channels
+
+    @property
+    def num_gates(self) -> int:
+        """Numbers of a token that go into the rule: what is kept, keys, values, what is taken off, and what is put there."""
+        return 5 * self.values
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        ranks = self.decay_rank + self.rate_rank + self.gate_rank + (0 if self.is_first else self.value_rank)
+        tables = 6 * hidden_size + (5 if self.is_first else 6) * self.values
+        return 4 * hidden_size * self.values + ranks * (hidden_size + self.values) + tables
+
+
+StateSpec = DeltaSpec | ScanSpec | WkvSpec
 """What keeps a state of a sequence."""

@@ -10,9 +10,10 @@ from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
+from nanovllm_cli.kernels.wkv import WkvInputs
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.rope_spec import RopeSpec
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 Angles = tuple[torch.Tensor, torch.Tensor]
 """cos, sin [T, rotary / 2]."""
@@ -193,3 +194,14 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """projected [T, 2 * channels], whose second half is z, x [T, channels] of `mix_inputs`, rates [T, channels] and both
         [T, 2 * N] fp32 -> [T, channels]: see `state_rules.selective_scan`, of each token's sequence."""
+
+    def shift(
+        self, spec: WkvSpec, x: torch.Tensor, shares: torch.Tensor, part: int, cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        """x [T, C], shares [P, C] fp32 -> [P, T, C]: see `wkv_rules.token_shift`, of each token's sequence. part: wkv.TIME, in
+        front of `advance`, or wkv.CHANNEL, behind it."""
+
+    def advance(
+        self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        """-> [T, C]: see `wkv_rules.wkv7`, of each token's sequence."""

@@ -22,13 +22,14 @@ from nanovllm_cli.attention.backend import (
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import conv, cpu, delta, scan
+from nanovllm_cli.kernels import conv, cpu, delta, scan, wkv
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import ByChannel, States
+from nanovllm_cli.kernels.wkv import WkvInputs
 from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 
 class Chunks(NamedTuple):
@@ -280,6 +281,16 @@ class CpuAttention:
         step: CpuStep,
     ) -> torch.Tensor:
         return scan.selective_scan(projected, x, rates, both, *weights[2:], States(*cache), *step.for_states)
+
+    def shift(
+        self, spec: WkvSpec, x: torch.Tensor, shares: torch.Tensor, part: int, cache: LayerCache, step: CpuStep
+    ) -> torch.Tensor:
+        return wkv.token_shift(x, shares, part, States(*cache), *step.for_states)
+
+    def advance(
+        self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CpuStep
+    ) -> torch.Tensor:
+        return wkv.wkv7(inputs, tables, spec.eps, States(*cache), *step.for_states)
 
 
 def _is_sparse(indexer: IndexerSpec, step: CpuStep) -> bool:

@@ -53,8 +53,9 @@ from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, pr
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.states import ByChannel, States
+from nanovllm_cli.kernels.wkv import NO_WKV, WkvInputs
 from nanovllm_cli.mixer_spec import AttentionSpec
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 HOPPER = 90
 MAX_FLASH_DIM = 256
@@ -346,6 +347,16 @@ class CudaAttention:
         step: CudaStep,
     ) -> torch.Tensor:
         return selective_scan(self.launcher, projected, x, rates, both, *weights[2:], States(*cache), *step.for_states)
+
+    def shift(
+        self, spec: WkvSpec, x: torch.Tensor, shares: torch.Tensor, part: int, cache: LayerCache, step: CudaStep
+    ) -> torch.Tensor:
+        raise UnsupportedError(*NO_WKV)
+
+    def advance(
+        self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CudaStep
+    ) -> torch.Tensor:
+        raise UnsupportedError(*NO_WKV)
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

@@ -39,7 +39,7 @@ from nanovllm_cli.quant.divided import Divided
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 MOST_DRAFTED = 4 if simd_planes.SEVERAL else 8
 """Where four rows are multiplied in one pass they take half as long again as one, and eight two and a half times as long.
@@ -160,6 +160,7 @@ class CpuPlatform:
             "conv": any(isinstance(mixer, ConvSpec) for mixer in spec.mixers) or is_convolved,
             "compressed": is_convolved or spec.logit_factor is not None,
             "scan": any(isinstance(state, ScanSpec) for state in states),
+            "wkv": any(isinstance(state, WkvSpec) for state in states),
             "delta": any(isinstance(state, DeltaSpec) for state in states),
             "latent": is_latent,
             "sparse": spec.most_seen is not None,

@@ -26,7 +26,9 @@ from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
+from nanovllm_cli.kernels.wkv import NO_WKV
 from nanovllm_cli.layers.kit import Share
+from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
@@ -38,6 +40,7 @@ from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.state_spec import WkvSpec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
@@ -209,6 +212,8 @@ class CudaPlatform:
                 f"sparse attention, whose tokens see {most} of up to {longest}, on a GPU",
                 f"shorten the context to those with --ctx-size {most}, or add --device cpu",
             )
+        if any(isinstance(state_in(mixer), WkvSpec) for mixer in spec.mixers):
+            raise UnsupportedError(*NO_WKV)
         return CudaAttention(
             self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import torch
 
-from nanovllm_cli.kernels import altups, compressed, connections, cpu, gates, norms, reference, scan
+from nanovllm_cli.kernels import altups, compressed, connections, cpu, gates, norms, reference, scan, wkv
 from nanovllm_cli.kernels.angles import KeptAngles
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.latent import CpuHeadMatrices
@@ -37,6 +37,7 @@ class CpuOps:
     write_streams = staticmethod(connections.write_streams)
     sparse_gate = staticmethod(altups.sparse_gate)
     scan_parts = staticmethod(scan.scan_parts)
+    squash = staticmethod(wkv.squash)
     rescale = staticmethod(compressed.rescale)
     with_open_gates = staticmethod(compressed.with_open_gates)
     of_the_best = staticmethod(compressed.of_the_best)

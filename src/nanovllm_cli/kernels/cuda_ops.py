@@ -7,6 +7,7 @@ from functools import partial
 
 import torch
 
+from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.kernels import activation as activations
 from nanovllm_cli.kernels import (
     altup,
@@ -28,7 +29,8 @@ from nanovllm_cli.kernels import (
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
-from nanovllm_cli.kernels.ops import Addend, AnglesOf, Hidden, Normed
+from nanovllm_cli.kernels.ops import Addend, AnglesOf, Hidden, Normed, Squash
+from nanovllm_cli.kernels.wkv import NO_WKV
 
 
 class CudaOps:
@@ -142,6 +144,9 @@ class CudaOps:
         rules = compressed_rules.met_heads
         self.launcher.torch_op(lambda: out.copy_(rules(projected, convolved, bias, before, gains, *heads)))
         return out
+
+    def squash(self, x: torch.Tensor, kind: Squash, dtype: torch.dtype) -> torch.Tensor:
+        raise UnsupportedError(*NO_WKV)
 
     def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
         wide = torch.empty(len(x), x.shape[1] + count, dtype=x.dtype, device=x.device)

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import torch
 
 from nanovllm_cli.kernels.mixture import Expert, Mixture, Scoring
+
+Squash = Literal["tanh", "sigmoid"]
 
 
 class Normed(NamedTuple):
@@ -180,6 +182,9 @@ class Ops(Protocol):
         self, x: torch.Tensor, rank: int, gains: torch.Tensor | None, eps: float, dtype: torch.dtype
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """x [T, rank + 2 * N] fp32 -> [T, rank] of dtype, and [T, 2 * N] fp32: see `state_rules.scan_parts`."""
+
+    def squash(self, x: torch.Tensor, kind: Squash, dtype: torch.dtype) -> torch.Tensor:
+        """x [T, n] fp32 -> [T, n] of dtype: tanh or sigmoid of each."""
 
     def rescale(self, x: torch.Tensor, shift: torch.Tensor, gains: torch.Tensor) -> torch.Tensor:
         """x [T, n] itself, which may be columns, changed in place to `compressed_rules.rescaled`; shift and gains [n] fp32."""

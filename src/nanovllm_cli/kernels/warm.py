@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
-from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, and of
-latent, sparse and compressed attention.
+from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, of RWKV's,
+and of latent, sparse and compressed attention.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
 through all parts and passes over what another one has under way (`compiled.passing_over`); this one does so too, and then waits
@@ -43,6 +43,7 @@ from nanovllm_cli.kernels import (
     latent,
     norms,
     scan,
+    wkv,
 )
 from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
 from nanovllm_cli.kernels.mixture import Scoring
@@ -278,6 +279,19 @@ def _scan(dtype: torch.dtype) -> None:
     scan.selective_scan(projected, x, row, row, torch.zeros(1, 2, 4), row[0], row[0], *step)
 
 
+def _wkv(dtype: torch.dtype) -> None:
+    one, stamps = torch.ones(1, dtype=torch.int32), (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2))
+    inputs, guesses = torch.zeros(1, 2, 1, 8, dtype=dtype), torch.zeros(1, 2, 1, 8, dtype=dtype)
+    state = States(torch.zeros(1, 2, 1, 4, 4), inputs, guesses, torch.zeros(1, 2, 1, 20), *stamps)
+    step = state, torch.tensor([0, 1], dtype=torch.int32), one, one, torch.zeros(1, dtype=torch.int32)
+    x, row = torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 4)
+    wkv.token_shift(x, row, wkv.TIME, *step)
+    wkv.wkv7(wkv.WkvInputs(x, x, x, wkv.squash(row, "tanh", dtype), row, row, row, x), torch.zeros(8, 4), 1e-6, *step)
+    norms.add_rms_norm(x, None, x[0], 1e-6, 0.0, True, x[0])
+    norms.norm_sum(None, x, x[0], x[0], 1e-6)
+    gates.gated_activation(x, "relu2")
+
+
 def _latent(dtype: torch.dtype) -> None:
     x = torch.zeros(1, 16, dtype=dtype)
     latent.latent_rows(x, x, torch.zeros(12, dtype=dtype), 1e-6, 0.0, 1, 12)
@@ -305,7 +319,7 @@ def _sparse(dtype: torch.dtype) -> None:
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "all": (_attention, _matmuls, _norms, _draws),
     "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
-    "scan": (_scan,), "latent": (_latent,), "compressed": (_compressed,), "sparse": (_sparse,),
+    "scan": (_scan,), "wkv": (_wkv,), "latent": (_latent,), "compressed": (_compressed,), "sparse": (_sparse,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 

@@ -26,11 +26,12 @@ from nanovllm_cli.layers.per_layer import PerLayer
 from nanovllm_cli.layers.rescaling import RescaledJoin, SphereJoin
 from nanovllm_cli.layers.scan import HeadScan, Scan
 from nanovllm_cli.layers.slots import Slots, number_slot
+from nanovllm_cli.layers.wkv import ChannelShift, TimeMix
 from nanovllm_cli.mixer_spec import AheadSpec, AttentionSpec, ConvolvedSpec, LatentSpec, MixerSpec, PairSpec
 from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
 
@@ -64,6 +65,8 @@ class Block:
             names = "attention_connection", "mlp_connection"
             self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
             assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
+        self.channel = ChannelShift(spec.mixer, width, kit) if isinstance(spec.mixer, WkvSpec) else None
+        assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
         kind = "mlp" if spec.mixer is None else "attention"
@@ -101,6 +104,8 @@ class Block:
         if self.sphere is not None:
             self.sphere(self._found(residual, inputs, cache), residual)
             return None
+        if self.channel is not None:
+            return self._shifted(self.channel, x, residual, inputs, cache)
         if self.mixer is None or self.mlp is None:
             return self._alone(x, residual, inputs, cache)
         if self.attention_norm is None:
@@ -175,6 +180,18 @@ class Block:
         assert self.mlp is not None
         return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
 
+    def _shifted(
+        self, channel: ChannelShift, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache
+    ) -> Addend | None:
+        """Of a block whose MLP reads what came of the token before, too, so that no row leaves in front of it."""
+        assert self.mixer is not None
+        assert self.mlp is not None
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        x = _addend(self.mixer.onto(residual, self.attention_norm(x, residual), inputs, cache))
+        h = channel(self.mlp_norm(x, residual), inputs, cache)
+        return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
+
     def _found(self, stream: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """What the one part of a block makes of a stream that is normed already."""
         if self.mixer is not None:
@@ -224,7 +241,7 @@ class Block:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup, *self.connections, *self.joins, self.sphere, *self.gated.values()):
+        for part in (self.per_layer, self.altup, self.channel, *self.connections, *self.joins, self.sphere, *self.gated.values()):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 
@@ -248,6 +265,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return HeadScan(spec, norm, width, kit)
         case ScanSpec():
             return Scan(spec, norm, width, kit)
+        case WkvSpec():
+            return TimeMix(spec, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
         case PairSpec(ahead=AheadSpec()):

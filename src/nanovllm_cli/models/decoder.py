@@ -27,6 +27,7 @@ from nanovllm_cli.layers.rope import Rope
 from nanovllm_cli.layers.router import HandedOn
 from nanovllm_cli.layers.slots import Slots
 from nanovllm_cli.layers.taps import Taps
+from nanovllm_cli.layers.wkv import FirstValues, TimeMix
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.block import Block
 from nanovllm_cli.norm_spec import NormSpec
@@ -69,10 +70,12 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.handed, owners = HandedOn(), dict[int, Shared]()
+        self.handed, owners, first = HandedOn(), dict[int, Shared](), FirstValues()
         for block in self.blocks:
             if isinstance(block.mixer, AheadOfState):
                 block.mixer.share(owners)
+            if isinstance(block.mixer, TimeMix):
+                block.mixer.first = first
             if isinstance(block.mlp, MoE):
                 block.mlp.share(self.handed)
         self.reads_entry = bool(owners) or any(block.entry_factor for block in self.blocks)

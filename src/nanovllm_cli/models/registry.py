@@ -113,6 +113,7 @@ from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHI4_MM, PHI4_MULTIMODAL, PHIMOE
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.registry_parts import OF_ANOTHER_CLASS, TEXT_MODELS, TEXTS_OF, TIED_UNLESS_TOLD
+from nanovllm_cli.models.rwkv import RWKV7
 from nanovllm_cli.models.smallthinker import SMALLTHINKER
 from nanovllm_cli.models.spark import SPARK
 from nanovllm_cli.models.sparse import DEEPSEEK32, GLM_DSA
@@ -327,6 +328,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "ModernBertForMaskedLM": MODERNBERT,
     "RobertaForMaskedLM": ROBERTA,
     "XLMRobertaForMaskedLM": ROBERTA,
+    **dict.fromkeys(("RWKV7ForCausalLM", "Rwkv7ForCausalLM"), RWKV7),
     "Spark2_5ForCausalLM": SPARK,
     **dict.fromkeys(("StableLmForCausalLM", "StableLMEpochForCausalLM"), STABLELM),
     "Starcoder2ForCausalLM": STARCODER2,

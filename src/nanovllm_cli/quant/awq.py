@@ -25,7 +25,7 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import BlockSpec
 from nanovllm_cli.quant.format import Format, Integer, Nf4
 from nanovllm_cli.quant.statistics import InputStatistics, mean_output_error
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 # Scales are mean |x| ** exponent; 0 is none.
 EXPONENTS = tuple(i / 10 for i in range(10))
@@ -97,6 +97,8 @@ def _mixer_folds(spec: BlockSpec) -> list[_Fold]:
         case PairSpec() as pair:
             gains = [_Fold("delta.norm", ("mamba_out",), "mamba_out")] if pair.state.normed else []
             return [_Fold("attention_norm", ("q", "k", "v", "mamba_in"), "qkv"), _behind_values(pair.attention), *gains]
+        case WkvSpec():
+            return []
         case ScanSpec():
             return [_Fold("attention_norm", ("scan_in",), "scan_in")]
         case DeltaSpec(mamba=True):

@@ -20,7 +20,7 @@ from nanovllm_cli.quant.format_names import FORMAT_NAMES, parse_format, unknown_
 from nanovllm_cli.quantization.compressed_tensors import check_writable
 from nanovllm_cli.quantization.mixes import MIXES, type_of
 from nanovllm_cli.quantization.original import Original
-from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 from nanovllm_cli.weights.convert_delta import has_own_order
 from nanovllm_cli.weights.convert_names import gguf_family_of
 from nanovllm_cli.weights.convert_stacked import stack_name
@@ -36,7 +36,8 @@ DELTA = ("delta_qkv", "delta_q", "delta_k", "delta_v", "delta_z", "delta_out")
 MAMBA = ("mamba_in", "mamba_out")
 LATENT = ("q_a", "q_b", "kv_a")
 SCAN = ("scan_in", "scan_out")
-MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *SCAN, *LATENT)
+WKV = ("time_r", "time_k", "time_v", "time_out")
+MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *SCAN, *WKV, *LATENT)
 """Matrices of a block's mixer. Models have q, k and v or qkv."""
 Kind = Literal["hf", "gguf"]
 
@@ -322,6 +323,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
             mixer = CONV
         case ScanSpec():
             mixer = SCAN
+        case WkvSpec():
+            mixer = WKV
         case DeltaSpec():
             lacking = {"delta_qkv"} if read.apart else {"delta_q", "delta_k", "delta_v"}
             lacking |= {"delta_z"} if read.channel_rank else set()

@@ -20,6 +20,7 @@ from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
+from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.weights.scoring import scoring_of, second_text_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, matrix_types, names_of
 
@@ -51,6 +52,9 @@ class Walk:
         if original.spec.passes is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: its layers run several times", "use --algorithm rtn")
+        if any(isinstance(mixer, WkvSpec) for mixer in original.spec.mixers):
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated yet: layers read the first's values", "use --algorithm rtn")
         self._original = original
         self._weights: dict[str, torch.Tensor] = {}
         self._routed: Routed | None = None

@@ -41,6 +41,13 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% if message.role == 'user' %}{{ bos_token + '[INST] ' + text + ' [/INST]' }}"
         r"{% else %}{{ ' ' + text + ' ' + eos_token }}{% endif %}{% endfor %}"
     ),
+    "rwkv": (  # whose models end an answer with an empty line
+        r"{% set names = {'system': 'System', 'developer': 'System', 'user': 'User', 'assistant': 'Assistant'} %}"
+        r"{% for message in messages %}{% if message.role not in names %}"
+        r"{{ raise_exception('this chat format takes system, user and assistant messages') }}{% endif %}"
+        r"{{ names[message.role] + ': ' + (message.content | trim) + '\n\n' }}{% endfor %}"
+        r"{% if add_generation_prompt %}Assistant:{% endif %}"
+    ),
     "mistral": (
         _SPLIT_SYSTEM
         + "{{ bos_token }}{% for message in turns %}"

@@ -1,8 +1,8 @@
 """A Hugging Face folder's tokenizer as the `tokenizer.*` keys of a GGUF file, under the names that llama.cpp's converter gives.
 
 Byte-level BPE becomes `gpt2` with the name of its pre-tokenizer, SentencePiece-like BPE becomes `llama` with scores, or `gemma4`
-with merges where it is Gemma 4's; WordPiece becomes `bert` and Unigram `t5`. What was made is read again and compared on varied
-text: a vocabulary that would mean something else in GGUF is refused.
+with merges where it is Gemma 4's; WordPiece becomes `bert`, Unigram `t5`, and RWKV's vocabulary `rwkv`. What was made is read
+again and compared on varied text: a vocabulary that would mean something else in GGUF is refused.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ from nanovllm_cli.text.token_bytes import SPACE_MARK, byte_rule
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tokenizer_files import MAX_VOCABULARY_BYTES, load_folder
 from nanovllm_cli.text.vocabulary import GEMMA_TAGS, TokenizerParts, looks_like_control
+from nanovllm_cli.text.world import escaped
 
 PROBES = (
     "Once upon a time, there was a little girl named Lily. She couldn't believe it!",
@@ -71,6 +72,13 @@ def gguf_vocabulary(
             f"the tokenizer has {num_ids} tokens and the model {vocab_size}",
             "the folder mixes files of different models",
         )
+    notes: list[str] = []
+    common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size, notes) | _templates(parts)
+    if parts.is_world:
+        fields = _world(common, source)
+        _check(source, fields)
+        _add_ends(fields, end_ids, notes)
+        return GGUFVocabulary(fields, notes)
     state = json.loads(parts.backend.to_str())
     kind = byte_rule(parts.backend).kind
     model = state["model"]["type"]
@@ -79,8 +87,6 @@ def gguf_vocabulary(
             f"a {model} vocabulary has no place in the GGUF of this architecture",
             "known: byte-level BPE, SentencePiece BPE, WordPiece, Unigram",
         )
-    notes: list[str] = []
-    common = _tokens(parts, vocab_size) | _around(parts, config, vocab_size, notes) | _templates(parts)
     if model == "WordPiece":
         fields = _word_pieces(common, state, config)
         _check(source, fields)
@@ -237,6 +243,16 @@ def _byte_level(
         "the tokenizer cuts text as no pre-tokenizer that llama.cpp has a name for",
         "keep the model as a Hugging Face folder",
     )
+
+
+def _world(common: dict[str, Any], source: Tokenizer) -> dict[str, Any]:
+    """`rwkv`: bytes as a literal has them. What ends a text is id 0, and of an answer, too, what a folder calls so."""
+    types = common["tokenizer.ggml.token_type"]
+    tokens = [escaped(source.id_to_bytes(i)) if kind == NORMAL else token
+              for i, (token, kind) in enumerate(zip(common["tokenizer.ggml.tokens"], types, strict=True))]  # fmt: skip
+    ends = {"tokenizer.ggml.eot_token_id": source.eos_id} if source.eos_id else {}
+    ids = {"tokenizer.ggml.bos_token_id": 0, "tokenizer.ggml.eos_token_id": 0, "tokenizer.ggml.add_bos_token": source.adds_bos}
+    return {"tokenizer.ggml.model": "rwkv", **common, "tokenizer.ggml.tokens": tokens, **ids, **ends}
 
 
 def _pieces(common: dict[str, Any], folder: Path, state: dict[str, Any], source: Tokenizer) -> dict[str, Any]:

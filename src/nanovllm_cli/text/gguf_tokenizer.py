@@ -2,7 +2,7 @@
 
 Models: `llama` (SentencePiece BPE, merges derived from scores), `gpt2` (byte-level BPE), `gemma4` (BPE on raw
 characters), `t5` (SentencePiece unigram: XLM-RoBERTa's files have it), `bert` (WordPiece), `plamo2` (pieces whose scores add
-up to the most). Not covered: `rwkv` and vocabulary-less files.
+up to the most), `rwkv` (the longest ones first). Not covered: vocabulary-less files.
 
 Where llama.cpp lets ordinary text merge into a control or byte token of the same spelling, this does not. Encoders' texts are put
 into the form that the models were trained with: see `_bert` and `pre_tokenizers.py`.
@@ -19,6 +19,7 @@ from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.best_pieces import BestPieces
+from nanovllm_cli.text.builtin_templates import builtin_template
 from nanovllm_cli.text.pre_tokenizers import PARTED_TWICE, pre_tokenization
 from nanovllm_cli.text.sentencepiece import (
     CONTROL,
@@ -32,11 +33,15 @@ from nanovllm_cli.text.sentencepiece import (
 )
 from nanovllm_cli.text.token_bytes import SPACE_MARK
 from nanovllm_cli.text.vocabulary import END_TOKENS, GEMMA_TAGS, TokenizerParts, guard_library
+from nanovllm_cli.text.world import build as build_world
+from nanovllm_cli.text.world import unescaped
 
 _PREFIX = "tokenizer.ggml."
 _TEMPLATE = "tokenizer.chat_template"
 _MAX_TEMPLATES = 32
 _MAX_NEWLINES = 64
+_NAMED_TEMPLATES = {"rwkv-world": "rwkv"}
+"""What llama.cpp's converter writes in place of a template -> which of `builtin_templates.py` it means."""
 _OF_CHARACTERS = {"granite-embed-multi-311m": True, "sarvam-moe": False}
 """Whose runs of newlines stay whole, where they are tokens."""
 
@@ -45,7 +50,8 @@ def load_gguf(metadata: Mapping[str, Any]) -> TokenizerParts:
     """Backend, special ids and chat templates of a GGUF file's metadata."""
     fields = _Fields(metadata)
     model = fields.text("model", "")
-    builders = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4, "t5": _t5, "bert": _bert, "plamo2": _plamo2}
+    builders = {"llama": _llama, "gpt2": _gpt2, "gemma4": _gemma4, "t5": _t5, "bert": _bert, "plamo2": _plamo2,
+                "rwkv": _rwkv}  # fmt: skip
     if model not in builders:
         raise UnsupportedError(
             f"unknown tokenizer model {model!r} in tokenizer.ggml.model; known: {', '.join(builders)}"
@@ -87,6 +93,8 @@ class _Fields:
         }
         if "<|tool_response>" in self.ids:
             ends.discard("</s>")  # a tag like others in this vocabulary
+        if self.text("model", "") == "rwkv":
+            ends = set()
         if ends:  # Qwen's "</s>" is text like other tags: it is merged
             merges = set(self.array("merges", str))
             ends = {end for end in ends if merges.isdisjoint(f"{end[:cut]} {end[cut:]}" for cut in range(1, len(end)))}
@@ -187,6 +195,17 @@ def _plamo2(fields: _Fields) -> TokenizerParts:
     bos, eos = fields.token_id("bos_token_id", 1), fields.token_id("eos_token_id", 2)
     around = fields.around(bos, eos, add_bos=False)
     return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id", 0), *around)
+
+
+def _rwkv(fields: _Fields) -> TokenizerParts:
+    """What is no plain token has a name: the end of a text, and what fills a vocabulary up."""
+    kinds = [*enumerate(zip(fields.tokens, fields.types, strict=True))]
+    tokens = {i: unescaped(token) for i, (token, kind) in kinds if kind == NORMAL}
+    names = {token: i for i, (token, kind) in kinds if kind != NORMAL}
+    backend = build_world(tokens, {name: i for name, i in names.items() if fields.types[i] != UNUSED}, "the vocabulary", names)
+    bos, eos = fields.token_id("bos_token_id"), fields.token_id("eos_token_id")
+    around = fields.around(bos, eos, add_bos=False)
+    return TokenizerParts(backend, bos, eos, None, fields.token_id("unknown_token_id"), *around, is_world=True)
 
 
 def _gpt2(fields: _Fields) -> TokenizerParts:
@@ -302,7 +321,7 @@ def _templates(metadata: Mapping[str, Any]) -> dict[str, str]:
         if not isinstance(value, str) or len(found) >= _MAX_TEMPLATES:
             continue
         if key == _TEMPLATE:
-            found["default"] = value
+            found["default"] = builtin_template(_NAMED_TEMPLATES[value]) if value in _NAMED_TEMPLATES else value
         elif key.startswith(_TEMPLATE + "."):
             found[key[len(_TEMPLATE) + 1 :]] = value
     return found

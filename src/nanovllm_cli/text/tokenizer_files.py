@@ -1,9 +1,9 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
 Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `vocab.json` with
-`merges.txt` (byte-level BPE); `tiktoken.model` (Moonshot's). Beside them: `tokenizer_config.json`, `special_tokens_map.json`,
-`added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken raises CheckpointError with
-the file's name.
+`merges.txt` (byte-level BPE); `tiktoken.model` (Moonshot's); `rwkv_vocab_v20230424.txt`. Beside them: `tokenizer_config.json`,
+`special_tokens_map.json`, `added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken
+raises CheckpointError with the file's name.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
-from nanovllm_cli.text import byte_ranks, tekken
+from nanovllm_cli.text import byte_ranks, tekken, world
 from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
@@ -44,15 +44,18 @@ def load_folder(folder: Path) -> TokenizerParts:
     """Backend, special ids and chat templates of the folder's tokenizer."""
     config = _read_object(folder / "tokenizer_config.json")
     roles = {**_read_object(folder / "special_tokens_map.json"), **config}
-    parts = _vocabulary(folder, config)
-    backend = parts.backend
+    parts = _vocabulary(folder, config, roles)
+    backend, legacy = parts.backend, _read_object(folder / "added_tokens.json")
+    if parts.is_world:
+        legacy = world.without_known(backend, legacy)
+        config = {**config, "added_tokens_decoder": world.without_known(backend, config.get("added_tokens_decoder"))}
     with guard_library("the added tokens of the tokenizer"):
-        _add_listed(backend, config, _read_object(folder / "added_tokens.json"))
+        _add_listed(backend, config, legacy)
         _add_roles(backend, roles)
     for role in ("bos", "eos", "pad", "unk", "cls", "sep", "mask"):
         declared = f"{role}_token" in roles
         content = _content(roles.get(f"{role}_token"))
-        token_id = backend.token_to_id(content) if content else None
+        token_id = (world.id_of(backend, content) if parts.is_world else backend.token_to_id(content)) if content else None
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
     _surround(parts, config)
@@ -61,7 +64,7 @@ def load_folder(folder: Path) -> TokenizerParts:
     return parts
 
 
-def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
+def _vocabulary(folder: Path, config: dict[str, Any], roles: dict[str, Any]) -> TokenizerParts:
     fast, pieces, vocab = folder / "tokenizer.json", folder / "tokenizer.model", folder / "vocab.json"
     if fast.is_file():
         text = _read_text(fast, MAX_VOCABULARY_BYTES)
@@ -85,9 +88,11 @@ def _vocabulary(folder: Path, config: dict[str, Any]) -> TokenizerParts:
         return _from_vocab_and_merges(folder, config)
     if (own := folder / byte_ranks.TIKTOKEN).is_file():
         return byte_ranks.read_tiktoken(_read_text(own, byte_ranks.MAX_FILE_BYTES), config)
+    if (own := folder / world.FILE).is_file():
+        return world.read_world(_read_text(own, byte_ranks.MAX_FILE_BYTES), config, roles)
     raise CheckpointError(
-        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json, vocab.json with merges.txt nor "
-        f"{byte_ranks.TIKTOKEN}",
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json, vocab.json with merges.txt, "
+        f"{byte_ranks.TIKTOKEN} nor {world.FILE}",
         "copy the tokenizer files of the original model into the folder",
     )
 

@@ -54,6 +54,7 @@ class TokenizerParts:
     mask_id: int | None = None
     end_ids: list[int] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
+    is_world: bool = False  # see `world.py`
 
 
 def end_token_ids(control: Mapping[str, int], declared: list[int]) -> tuple[int, ...]:

@@ -158,6 +158,10 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "llama3.2-vision": {"11b": "meta-llama/Llama-3.2-11B-Vision-Instruct", "90b": "meta-llama/Llama-3.2-90B-Vision-Instruct"},
     "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
     "zamba2": _sizes("Zyphra/Zamba2-*-Instruct", "1.2B 2.7B 7B"),
+    "rwkv7": {
+        "0.1b": "RWKV/RWKV7-Goose-World2.8-0.1B-HF", "0.4b": "RWKV/RWKV7-Goose-World2.9-0.4B-HF",
+        **_sizes("RWKV/RWKV7-Goose-World3-*-HF", "1.5B 2.9B"),
+    },
     "zaya1": {"8b": "Zyphra/ZAYA1-8B"},
     "smallthinker": {"4b-a0.6b": "PowerInfer/SmallThinker-4BA0.6B-Instruct",
                      "21b-a3b": "PowerInfer/SmallThinker-21BA3B-Instruct"},

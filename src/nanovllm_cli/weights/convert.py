@@ -64,6 +64,7 @@ from nanovllm_cli.weights.convert_tensors import (
     slices,
 )
 from nanovllm_cli.weights.convert_towers import TowerFile
+from nanovllm_cli.weights.convert_wkv import with_shares_as_one
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.heads import head_tensors
@@ -260,7 +261,7 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         step = Step.of(info, after, theirs)._replace(shape=shape, added=added)
         step = with_pairs_as_in_files(_turned(step, spec, family, to_gguf=True), whole, family)
         steps.append(as_llama_cpp_has_it(step, whole, family))
-    steps = stacked(by_head(steps, spec, outtype, family), family)
+    steps = with_shares_as_one(stacked(by_head(steps, spec, outtype, family), family), family)
     steps = [as_many_rows(step, spec) for step in steps]
     names, kind = {step.name for step in steps}, _file_type(outtype, steps)
     header = gguf_header(source, folder_of(source.path), model_name, spec, family, names, kind, further is not None)

@@ -12,7 +12,7 @@ import torch
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
-from nanovllm_cli.state_spec import DeltaSpec, ScanSpec
+from nanovllm_cli.state_spec import DeltaSpec, ScanSpec, WkvSpec
 from nanovllm_cli.weights.convert_tensors import Step
 
 _BLOCK = re.compile(r"blk\.(\d+)\.(\w+)")
@@ -45,6 +45,8 @@ def as_llama_cpp_has_it(step: Step, spec: ModelSpec, family: Family) -> Step:
     if found is None or delta is None:
         return step
     part = found[2]
+    if isinstance(delta, WkvSpec):
+        return step
     if isinstance(delta, ScanSpec):
         return step._replace(reorder=lambda rows: -rows.float().exp()) if part == "ssm_a" else step
 

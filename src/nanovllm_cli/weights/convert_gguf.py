@@ -105,6 +105,7 @@ _CARRIED = {
     "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
     "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude", "num_loops", "skip_loop_final_norm",
     "embedding_dim",
+    "a_low_rank_dim", "v_low_rank_dim", "decay_low_rank_dim", "gate_low_rank_dim", "norm_first", "value_dim", "hidden_ratio",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
 _ONLY = "llama.cpp reads them of gemma-embedding alone"
@@ -125,7 +126,7 @@ _OF_NO_USE = {
     "max_trained_positions", "pretraining_tp", "is_causal", "_attn_implementation", "_from_model_config", "do_sample", "auto_map",
     "altup_coef_clip", "input_jitter_noise", "enable_moe_fp32_combine", "use_mambapy", "use_associative_scan",
     "time_step_init_scheme", "time_step_scale", "mamba_inner_layernorms", "calc_logits_for_entire_prompt", "d_model", "d_inner",
-    "fused_add_norm", "rms_norm", "pad_vocab_size_multiple",
+    "fused_add_norm", "fuse_norm", "fuse_cross_entropy", "use_l2warp", "attn_mode", "rms_norm", "pad_vocab_size_multiple",
 }  # fmt: skip
 
 

@@ -55,6 +55,7 @@ _IN_FLOAT32 = (
     ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
     "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
     "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight",
+    ".time_mix_w1.weight", ".time_mix_w2.weight", ".time_mix_lerp_fused.weight",
 )  # fmt: skip
 _FLOATS = {"F64", "F32", "F16", "BF16"}
 

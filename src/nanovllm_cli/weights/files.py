@@ -44,6 +44,7 @@ _SETTINGS = {
     "vocab.json",
     "vocab.txt",
     "merges.txt",
+    "rwkv_vocab_v20230424.txt",
     "chat_template.jinja",
     "chat_template_generation.jinja",
     "chat_template.json",

@@ -155,7 +155,7 @@ _BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}")
 _IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a",
               "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right", "attention_connection",
               "mlp_connection", "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
-              "mlp_norm.gate_out")  # fmt: skip
+              "mlp_norm.gate_out", *(f"time_{part}{i}" for part in "wavg" for i in (1, 2)))  # fmt: skip
 _OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight", "last_connection.weight")
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 """Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""

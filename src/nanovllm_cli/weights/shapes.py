@@ -146,6 +146,16 @@ _GEMMA4_LARGE: dict[str, Any] = {
 }
 
 
+def _rwkv7(layers: int, hidden: int, decay: int, value: int, gate: int) -> dict[str, Any]:
+    """Ranks: rates have that of decays."""
+    return {
+        "architectures": ["RWKV7ForCausalLM"], "model_type": "rwkv7", "num_hidden_layers": layers, "hidden_size": hidden,
+        "intermediate_size": 4 * hidden, "head_dim": 64, "vocab_size": 65536, "hidden_act": "sqrelu", "norm_eps": 1e-5,
+        "decay_low_rank_dim": decay, "a_low_rank_dim": decay, "v_low_rank_dim": value, "gate_low_rank_dim": gate,
+        "tie_word_embeddings": False, "torch_dtype": "bfloat16",
+    }  # fmt: skip
+
+
 SHAPES: Mapping[str, Mapping[str, Any]] = {
     "qwen3-0.6b": _config("Qwen3", 28, 1024, 3072, 16, 8, 151936, tied=True, **_QWEN3),
     "qwen3-1.7b": _config("Qwen3", 28, 2048, 6144, 16, 8, 151936, tied=True, **_QWEN3),
@@ -318,6 +328,10 @@ SHAPES: Mapping[str, Mapping[str, Any]] = {
     "tinyllama-1.1b": _config(
         "Llama", 22, 2048, 5632, 32, 4, 32000, tied=False, max_position_embeddings=2048, rope_theta=1e4, rms_norm_eps=1e-5
     ),
+    "rwkv7-0.1b": _rwkv7(12, 768, 64, 32, 128),
+    "rwkv7-0.4b": _rwkv7(24, 1024, 64, 32, 128),
+    "rwkv7-1.5b": _rwkv7(24, 2048, 96, 64, 256),
+    "rwkv7-2.9b": _rwkv7(32, 2560, 96, 64, 320),
     "smollm2-135m": _config(
         "Llama", 30, 576, 1536, 9, 3, 49152, tied=True, max_position_embeddings=8192, rope_theta=1e5, rms_norm_eps=1e-5
     ),

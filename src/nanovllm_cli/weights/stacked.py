@@ -38,6 +38,9 @@
                                                                 queries, its key and its value lie together; biases alike
     Ling 1      attention.query_key_value.weight [(H + 2 G) D, K]   attention.q_proj, k_proj and v_proj, one behind the other
     Step        moe.gate_proj.weight [E, N, K]                  moe.gate_proj.5.weight [N, K]
+    RWKV-7      attn.x_x [6, K]                                 attn.x_r, x_w, … [K]; GGUF's time_mix_lerp_fused.weight
+                                                                [6, 1, 1, K] is time_mix_lerp_r.weight, …
+                attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
@@ -47,11 +50,9 @@ Legend: E experts, N rows, K columns; H heads of queries, G of keys, of D number
 
 from __future__ import annotations
 
-import itertools
 import math
 import re
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from typing import Any
 
@@ -65,32 +66,16 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorIn
 from nanovllm_cli.weights.folded import folded
 from nanovllm_cli.weights.key_heads import rows_of
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
+from nanovllm_cli.weights.stacked_parts import ALL as _ALL
+from nanovllm_cli.weights.stacked_parts import MAX_PARTS, delta_parts, shares_of_before
+from nanovllm_cli.weights.stacked_parts import Config as _Config
+from nanovllm_cli.weights.stacked_parts import Part as _Part
+from nanovllm_cli.weights.stacked_parts import Parts as _Parts
+from nanovllm_cli.weights.stacked_parts import parts_by_key_head as _key_heads
 
-MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
-_ALL = slice(None)
 _HALF, _DELTA = "{part}_proj.weight", r"(model\.layers\.\d+\.linear_attn)"
 _EVEN, _ODD = slice(0, None, 2), slice(1, None, 2)
 _TURNED = "gpt2", "ernie4_5_vl_moe", "ernie4_5_moe_vl"
-
-
-@dataclass(frozen=True, slots=True)
-class _Part:
-    """One matrix: these rows of an expert's part of a stack. turned: that is [K, N]. expert: None where there is but one. flat:
-    that is [N, 1, K]. lying: that is [K], for one row. whole: that is [G, N], for one vector. number: it is one, of a half
-    where an expert has two, rows being which. rows may be a list of them, in their order here."""
-
-    stack: str
-    expert: int | None
-    rows: slice | tuple[int, ...]
-    turned: bool = False
-    flat: bool = False
-    lying: bool = False
-    whole: bool = False
-    number: bool = False
-
-
-_Parts = Iterator[tuple[str, _Part]]
-_Config = Mapping[str, Any]
 
 
 def _gguf(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -229,56 +214,6 @@ def _parts_of_ling(found: re.Match[str], stack: str, shape: tuple[int, ...], con
             yield f"{found[1]}.{part}_proj.weight", _Part(stack, None, slice(first, end))
 
 
-def _key_heads(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    """What belongs to a key head lies together; here it is dealt out. Scales are of blocks of rows."""
-    place, what, *kinds = found.groups()
-    if len(shape) != 2:
-        return
-    names = [f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
-    if what == "ssm_ba":
-        place_of = f"{config.get('general.architecture')}.ssm"
-        names = [f"{place_of}.{name}" for name in ("group_count", "state_size", "time_step_rank", "state_size")]
-    sizes = [size for name in names if type(size := config.get(name)) is int and 0 < size <= MAX_PARTS]
-    if len(sizes) < len(names) or sizes[2] % sizes[0]:
-        return
-    keys, key_dim, values, value_dim = sizes
-    group = values // keys
-    widths = {"b": group, "a": group}
-    if what == "qkvz":
-        widths = {"q": key_dim, "k": key_dim, "v": group * value_dim, "z": group * value_dim}
-    kind, block = kinds[0] if kinds else "weight", 1
-    if kind != "weight":
-        block, left = divmod(keys * sum(widths.values()), shape[0])
-        if left or not block or any(width % block for width in widths.values()):
-            raise UnsupportedError(f"tensor {stack!r} has scales of rows that belong to several heads", ANOTHER)
-        widths = {part: width // block for part, width in widths.items()}
-    if keys * sum(widths.values()) != shape[0]:
-        return
-    rows: dict[str, list[int]] = {}
-    for part, first in zip(widths, itertools.accumulate(widths.values(), initial=0), strict=False):
-        starts = range(first, shape[0], sum(widths.values()))
-        rows[part] = [start + i for start in starts for i in range(widths[part])]
-    if what == "qkvz":
-        rows = {"qkv": rows["q"] + rows["k"] + rows["v"], "z": rows["z"]}
-    for part, own in rows.items():
-        name = {"b": "ssm_beta", "a": "ssm_alpha"}[part] if what == "ssm_ba" else f"in_proj_{part}"
-        yield f"{place}.{name}.{kind}", _Part(stack, None, tuple(own))
-
-
-def _delta_parts(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
-    """What a delta rule reads its input by, one part behind the other."""
-    names = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
-    sizes = [size for name in names if type(size := config.get(f"linear_{name}")) is int and 0 < size <= MAX_PARTS]
-    if len(sizes) < len(names):
-        return
-    keys, key_dim, values, value_dim = sizes
-    rows = {"qkv": 2 * keys * key_dim + values * value_dim, "z": values * value_dim, "b": values, "a": values}
-    if sum(rows.values()) != shape[0]:
-        return
-    for part, end in zip(rows, itertools.accumulate(rows.values()), strict=True):
-        yield f"{found[1]}.in_proj_{part}.weight", _Part(stack, None, slice(end - rows[part], end))
-
-
 def _halves(name: str, stack: str, num_experts: int | None, num_rows: int | None, *, turned: bool = False) -> _Parts:
     """Gate and up, of so many rows together, or down. name: of each, with places for {e} and {part}."""
     parts = {"down": _ALL} if num_rows is None else {"gate": slice(0, num_rows // 2), "up": slice(num_rows // 2, None)}
@@ -303,6 +238,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 3, _of_one_column),
         (re.compile(r"blk\.\d+\.ssm_conv1d_[qkv]\.weight"), 4, _of_one_column),
         (re.compile(r"blk\.\d+\.(?:ssm_norm\.weight|exp_probs_b\.bias)"), 2, _as_a_vector),
+        (re.compile(r"(blk\.\d+\.time_mix_lerp_)fused\.weight"), 4, partial(shares_of_before, ".weight")),
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
@@ -331,9 +267,12 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|self_attn\.qkv_proj\.conv_qk_depthwise|"
                     r"(?:linear_attn|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
+        (re.compile(r"(model\.layers\.\d+\.attn\.x_)x"), 2, partial(shares_of_before, "")),
+        (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),
+        (re.compile(r"model\.layers\.\d+\.attn\.r_k"), 2, _as_a_vector),
         (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
         (re.compile(rf"{_DELTA}\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?|scales|biases)"), None, _key_heads),
-        (re.compile(rf"{_DELTA}\.in_proj\.weight"), 2, _delta_parts),
+        (re.compile(rf"{_DELTA}\.in_proj\.weight"), 2, delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
     ],
@@ -398,8 +337,8 @@ class _Unstacked(CheckpointView):
         part = self.parts[name]
         info, shape = self._inner.info(part.stack), self._shape(part)
         if part.lying or part.whole:
-            own = (1, *info.shape) if part.lying else (math.prod(info.shape),)
-            return TensorInfo(name, own, info.dtype_name, info.num_bytes)
+            own = (1, *info.shape) if part.lying else (math.prod(shape[1:]),)
+            return TensorInfo(name, own, info.dtype_name, info.num_bytes // shape[0])
         if part.number:
             return TensorInfo(name, (1,), info.dtype_name, info.num_bytes // math.prod(info.shape))
         num_rows, *others = shape[:0:-1] if part.turned else shape[1:]
@@ -417,7 +356,7 @@ class _Unstacked(CheckpointView):
             own = own[:, 0] if part.flat else own[None] if part.lying else own.flatten() if part.whole else own
         else:
             own = self._inner.tensor(part.stack, (part.expert, part.expert + 1))[0]
-            own = own[:, 0] if part.flat else own
+            own = own[:, 0] if part.flat else own.flatten() if part.whole else own
         own = own.T if part.turned else own
         own = own.flatten() if part.number else own
         if isinstance(part.rows, tuple):

@@ -10,9 +10,9 @@ _MARKS = (
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
     ("head", ("lm_head", "output.weight")),
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc", "mixer.suv_", "dory_suv_")),
-    ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention", "dory_s")),
+    ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention", "dory_s", "time_mix")),
     ("conv", ("conv",)),
-    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.")),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.", "channel_mix")),
     ("per layer", (".proj.weight",)),
 )
 _OUTER = "language_model.", "thinker."
