@@ -35,7 +35,7 @@ class Ear:
     def stages(self, sound: Sound) -> Stages:
         """The same a layer at a time: as many steps as the spec has layers, the last of which returns the rows."""
         values = torch.frombuffer(bytearray(sound.values), dtype=torch.float32).view(sound.frames, sound.bins)
-        return self._tower.stages(values, sound.heard)
+        return self._tower.stages(values, sound.heard, sound.ordinal)
 
 
 def ear_shapes(spec: AnyEar) -> dict[str, tuple[int, ...]]:

@@ -25,7 +25,10 @@ from nanovllm_cli.models.ear_configs import (
     whisper_shape,
     whole,
 )
+from nanovllm_cli.models.ears_flamingo import FLAMINGO_NAMES, audio_flamingo, music_flamingo
 from nanovllm_cli.models.ears_gemma4 import GEMMA4_EAR_NAMES, gemma4
+from nanovllm_cli.models.ears_glm import GLM_ASR_NAMES, glm_asr
+from nanovllm_cli.models.ears_omni import OMNI2_5_EAR_NAMES, OMNI_TRANSCRIPT, omni2_5
 from nanovllm_cli.models.tower_configs import (
     activation_of,
     check_width,
@@ -40,7 +43,6 @@ _QWEN2_AROUND = "<|audio_bos|>", "<|audio_eos|>"
 _VOXTRAL_TOKENS = ImageTokens("[AUDIO]", "[AUDIO]")
 # Qwen3-ASR's and Voxtral's as they were trained; others chat, and are asked.
 _QWEN3_TRANSCRIPT = Transcript(own="subject", begins_in="language {name}<asr_text>")
-_OMNI_TRANSCRIPT = Transcript("Transcribe the audio into text.", "Transcribe the {name} audio into text.", "question")
 _VOXTRAL_TRANSCRIPT = Transcript(begins="[TRANSCRIBE]", begins_in="lang:{code}[TRANSCRIBE]")
 _QWEN2_TRANSCRIPT = Transcript(
     "Write down what is said, word for word.", "Write down what is said, word for word. It is {name}.", "question"
@@ -138,7 +140,7 @@ def _qwen3(config: ConfigReader, sounds: ConfigReader, shape: tuple[int, int, in
     if (said := sounds.integer("n_window", half, least=0)) not in (0, half):
         raise CheckpointError(f"{sounds.where}: 'n_window' is {said}, and the tower's {half}", BROKEN)
     check_settings(sounds, tower)
-    return HearingSpec(tower, _QWEN3_TOKENS, window, ("<|audio_start|>", "<|audio_end|>"), _OMNI_TRANSCRIPT)
+    return HearingSpec(tower, _QWEN3_TOKENS, window, ("<|audio_start|>", "<|audio_end|>"), OMNI_TRANSCRIPT)
 
 
 _QWEN3: dict[str, str | tuple[str, ...]] = LAYER | {
@@ -152,9 +154,16 @@ QWEN3_NAMES = weights_and_biases(_QWEN3 | TWO)
 QWEN3_FIRST_NAMES = weights_and_biases(
     _QWEN3 | {"projector.up": "audio_tower.proj1", "projector.down": "audio_tower.proj2"}
 )
+_OMNI2_5 = EarFamily(omni2_5, OMNI2_5_EAR_NAMES)
 _OMNI3 = EarFamily(_qwen3_omni, QWEN3_FIRST_NAMES)
 EARS: dict[str, EarFamily] = {
+    "AudioFlamingo3ForConditionalGeneration": EarFamily(audio_flamingo, FLAMINGO_NAMES),
     "Gemma4ForConditionalGeneration": EarFamily(gemma4, GEMMA4_EAR_NAMES),
+    "GlmAsrForConditionalGeneration": EarFamily(glm_asr, GLM_ASR_NAMES),
+    "MusicFlamingoForConditionalGeneration": EarFamily(music_flamingo, FLAMINGO_NAMES),
+    "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
+    "Qwen2_5OmniModel": _OMNI2_5,
+    "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI2_5,
     "Qwen2AudioForConditionalGeneration": EarFamily(_qwen2_audio, QWEN2_NAMES),
     "Qwen3ASRForConditionalGeneration": EarFamily(_qwen3_asr, QWEN3_NAMES, QWEN3_FIRST_NAMES),
     "Qwen3OmniMoeForConditionalGeneration": _OMNI3,

@@ -46,10 +46,15 @@ def hears_too(read: ConfigReader) -> bool:
     return read.flag("clip.has_audio_encoder", False)
 
 
+def ear_label(read: ConfigReader) -> str:
+    """What follows the tower, by its name: some name it once, for what sees and for what hears."""
+    own, of_all = read.text("clip.audio.projector_type", "none"), read.text("clip.projector_type", "none")
+    return of_all if of_all != "none" and (own == "none" or hears(read)) else own
+
+
 def ear_projector_of(read: ConfigReader) -> EarProjector:
     """UnsupportedError for those that nothing here computes."""
-    own = read.text("clip.audio.projector_type", "none")
-    name = read.text("clip.projector_type", own) if hears(read) else own
+    name = ear_label(read)
     if name not in EAR_PROJECTORS:
         raise UnsupportedError(
             f"{read.where}: sounds by the projector {name[:40]!r} are not supported", f"known: {', '.join(EAR_PROJECTORS)}"
@@ -124,6 +129,18 @@ def _qwen3(read: ConfigReader, shapes: Shapes) -> Config:
     return {"downsample_hidden_size": _rows(read, shapes, "a.conv2d.1.weight"), "output_dim": out}
 
 
+def _omni2_5(read: ConfigReader, shapes: Shapes) -> Config:
+    """Into which windows sounds are divided no file says."""
+    return {"output_dim": read.integer("clip.audio.projection_dim")}
+
+
+def _flamingo(read: ConfigReader, shapes: Shapes) -> Config:
+    """Without times by which rows turn: llama.cpp has none of them."""
+    if _rows(read, shapes, "mm.a.mlp.1.weight") != read.integer("clip.audio.projection_dim"):
+        raise CheckpointError(f"{read.where}: what is between the projector's layers is not as wide as a model's rows", BROKEN)
+    return _whisper(read, shapes)
+
+
 def _gemma4(read: ConfigReader, shapes: Shapes) -> Config:
     """How many rows one sees, and what scores reach up to, no file says: as all have it."""
     hidden, inner, layers, heads = (
@@ -148,6 +165,7 @@ _LAYER = {
     "attention_norm": ("ln1",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "mlp_norm": ("ln2",),
     "up": ("ffn_up",), "down": ("ffn_down",),
 }  # fmt: skip
+_ONE = _NAMES | {"projector.out": "mm.a.fc"}
 _TWO = _NAMES | {"projector.up": "mm.a.mlp.1", "projector.down": "mm.a.mlp.2"}
 _CONFORMER = {
     "front0": "a.conv1d.0", "front0.norm": "a.conv1d.0.norm", "front1": "a.conv1d.1", "front1.norm": "a.conv1d.1.norm",
@@ -166,9 +184,9 @@ _CONFORMER_LAYER = {
 EAR_PROJECTORS = {
     "gemma4a": EarProjector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4, _CONFORMER, _CONFORMER_LAYER),
     "voxtral": EarProjector("VoxtralForConditionalGeneration", ("llama",), _voxtral, _TWO, _LAYER),
-    "qwen2a": EarProjector(
-        "Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, _NAMES | {"projector.out": "mm.a.fc"}, _LAYER
-    ),
+    "musicflamingo": EarProjector("AudioFlamingo3ForConditionalGeneration", ("qwen2",), _flamingo, _TWO, _LAYER),
+    "qwen2a": EarProjector("Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, _ONE, _LAYER),
+    "qwen2.5o": EarProjector("Qwen2_5OmniModel", ("qwen2vl",), _omni2_5, _ONE, _LAYER),
     "qwen3a": EarProjector(
         "Qwen3ASRForConditionalGeneration", ("qwen3vl", "qwen3vlmoe"), _qwen3,
         _TWO | {"front_out": "a.conv_out", **{f"front{i}": f"a.conv2d.{i + 1}" for i in range(3)}}, _LAYER,

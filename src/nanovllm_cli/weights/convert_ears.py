@@ -23,7 +23,7 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.vision import bounds_of, read_whole
 
 _CONVOLVED = "a.conv1d.", "a.conv2d.", "a.conv_out."
-"""Whose matrices llama.cpp wants in float16."""
+"""Whose matrices llama.cpp wants in float16; its converter leaves an Audio Flamingo's, as it was trained in bfloat16, in full."""
 _WHOLE = re.compile(r"a\.conv1d\..*|a\.input_projection\..*|a\.blk\.\d+\.conv_dw\..*")
 """Those of a conformer that it wants in float32."""
 _POSITIONS = "a.position_embd.weight"
@@ -63,7 +63,8 @@ def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
         if isinstance(spec.tower, ConformerSpec):
             after = "F32" if _WHOLE.fullmatch(info.name) else after
         elif info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
-            after = "F16" if info.name.endswith(".weight") and info.name != _POSITIONS else "F32"
+            is_short = info.name.endswith(".weight") and info.name != _POSITIONS and label != "musicflamingo"
+            after = "F16" if is_short else "F32"
         steps.append(Step.of(info, after))
     shapes = {step.name: step.shape for step in steps}
     if isinstance(spec.tower, EarSpec) and not spec.tower.positions:

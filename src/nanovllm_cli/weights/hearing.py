@@ -11,9 +11,10 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import AnyEar, HearingSpec
+from nanovllm_cli.hearing_spec import AnyEar, EarSpec, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear, ear_dtype, ear_shapes
+from nanovllm_cli.models.ear_transformer import turned_apart
 from nanovllm_cli.models.ears import ear_family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import folder_of
@@ -21,7 +22,8 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.vision import compared, read_parts, settings_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector|embed_audio)\.")
+_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower(?!\.audio_bos_eos_token)|multi_modal_projector|embed_audio)\.")
+"""Rows of what stands around a sound, which a Qwen2.5-Omni has beside its tower, nothing reads: its template writes that."""
 _FRONT = "front0.weight", "front1.weight", "front2.weight"
 
 
@@ -90,6 +92,8 @@ def put_together(ours: str, parts: list[torch.Tensor], spec: AnyEar, *, of_file:
     """As `ear_shapes` has it."""
     if ours.endswith(".qkv.bias") and not spec.key_bias:
         parts = [parts[0], torch.zeros_like(parts[0]), parts[1]]
+    if ".qkv." in ours and isinstance(spec, EarSpec) and spec.turned:
+        parts = [turned_apart(parts[0], spec), turned_apart(parts[1], spec), parts[2]]
     whole = torch.cat(parts)
     if ours.endswith(".query_scale") and not of_file:
         return functional.softplus(whole.to(torch.float32))
