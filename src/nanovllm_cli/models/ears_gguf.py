@@ -73,7 +73,7 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
     audio: Config = {ours: read.integer(f"clip.audio.{theirs}") for ours, theirs in keys.items()}
     out = read.integer("clip.audio.projection_dim")
     config = {
-        "architectures": [model], "text_config": {"hidden_size": out},
+        "architectures": [model], "text_config": {"hidden_size": out, "model_type": projector.texts[0]},
         "audio_config": audio | projector.audio(read, shapes),
     }  # fmt: skip
     settings = {"feature_size": audio["num_mel_bins"]}
