@@ -28,6 +28,7 @@ from nanovllm_cli.models.ear_configs import (
 from nanovllm_cli.models.ears_flamingo import FLAMINGO_NAMES, audio_flamingo, music_flamingo
 from nanovllm_cli.models.ears_gemma4 import GEMMA4_EAR_NAMES, gemma4
 from nanovllm_cli.models.ears_glm import GLM_ASR_NAMES, glm_asr
+from nanovllm_cli.models.ears_granite import GRANITE_SPEECH_NAMES, granite_speech
 from nanovllm_cli.models.ears_omni import OMNI2_5_EAR_NAMES, OMNI_TRANSCRIPT, omni2_5
 from nanovllm_cli.models.tower_configs import (
     activation_of,
@@ -56,11 +57,14 @@ Names = Mapping[str, tuple[str, ...]]
 @dataclass(frozen=True, slots=True, eq=False)
 class EarFamily:
     """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
-    name may begin with is left to who reads them. other_names: where they were called otherwise."""
+    name may begin with is left to who reads them. other_names: where they were called otherwise. section: of the config, that is
+    the tower's. roots: modules that are its own."""
 
     read: Read
     names: Names
     other_names: Names | None = None
+    section: str = "audio_config"
+    roots: tuple[str, ...] = ("audio_tower", "multi_modal_projector", "embed_audio")
 
 
 def ear_family(config: Mapping[str, Any]) -> EarFamily | None:
@@ -154,12 +158,15 @@ QWEN3_NAMES = weights_and_biases(_QWEN3 | TWO)
 QWEN3_FIRST_NAMES = weights_and_biases(
     _QWEN3 | {"projector.up": "audio_tower.proj1", "projector.down": "audio_tower.proj2"}
 )
+_GRANITE = EarFamily(granite_speech, GRANITE_SPEECH_NAMES, section="encoder_config", roots=("encoder", "projector"))
 _OMNI2_5 = EarFamily(omni2_5, OMNI2_5_EAR_NAMES)
 _OMNI3 = EarFamily(_qwen3_omni, QWEN3_FIRST_NAMES)
 EARS: dict[str, EarFamily] = {
     "AudioFlamingo3ForConditionalGeneration": EarFamily(audio_flamingo, FLAMINGO_NAMES),
     "Gemma4ForConditionalGeneration": EarFamily(gemma4, GEMMA4_EAR_NAMES),
     "GlmAsrForConditionalGeneration": EarFamily(glm_asr, GLM_ASR_NAMES),
+    "GraniteSpeechForConditionalGeneration": _GRANITE,
+    "GraniteSpeechPlusForConditionalGeneration": _GRANITE,
     "MusicFlamingoForConditionalGeneration": EarFamily(music_flamingo, FLAMINGO_NAMES),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
     "Qwen2_5OmniModel": _OMNI2_5,

@@ -12,6 +12,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import EarSpec, HearingSpec, Transcript
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.ear_configs import TWO, shape_of, whole
+from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import activation_of, check_only, text_width, theta_of, weights_and_biases
 from nanovllm_cli.vision_spec import ImageTokens
 
@@ -64,7 +65,7 @@ def _turned(audio: ConfigReader, head_dim: int) -> int:
     if not 0 < turned <= head_dim or turned % 2 or head_dim % 2:
         raise CheckpointError(f"{audio.where}: {turned} of {head_dim} dimensions of a head can't turn in pairs", BROKEN)
     if (head_dim - turned) % 2:
-        raise UnsupportedError(f"{audio.where}: {turned} of {head_dim} dimensions that turn are not supported")
+        raise UnsupportedError(f"{audio.where}: {turned} of {head_dim} dimensions that turn are not supported", ANOTHER)
     return turned
 
 

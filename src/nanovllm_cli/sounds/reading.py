@@ -18,7 +18,7 @@ from nanovllm_cli.sent import Recent
 from nanovllm_cli.sounds.decoding import decoded
 from nanovllm_cli.sounds.resampling import resampled
 from nanovllm_cli.sounds.source import SOUND
-from nanovllm_cli.sounds.spectrogram import log_mel, universal_log_mel
+from nanovllm_cli.sounds.spectrogram import log_mel, paired_log_mel, universal_log_mel
 from nanovllm_cli.sounds.wav import read_wave
 from nanovllm_cli.vision_spec import Clip, Sound
 
@@ -101,6 +101,9 @@ def cut(samples: np.ndarray, spec: HearingSpec) -> tuple[Sound, ...]:
         length = (spec.piece + 1) * HOP
         alone = [universal_log_mel(part, spec.tower.num_bins) for part in _parts(samples, length)]
         pieces = [_sound(values, len(values)) for values in alone]
+    elif spec.spectrogram == "pairs":
+        values = paired_log_mel(samples, spec.tower.num_bins)
+        pieces = [_sound(part, len(part)) for part in _parts(values, spec.piece)]
     elif spec.spectrogram == "apart":
         pieces = [piece for part in _parts(samples, spec.piece * HOP) for piece in _whisper(part, spec)]
     else:
