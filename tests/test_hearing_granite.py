@@ -23,7 +23,6 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.sounds.reading import read_sound
 from nanovllm_cli.vision_spec import Sound, TokenIds
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.convert_mmproj import tower_or_note
 from nanovllm_cli.weights.hearing import ear_parts, load_ear, read_hearing
 from sounding import noise
 from sounding import wav as saved
@@ -214,13 +213,6 @@ def test_with_an_adapter_for_sounds_it_reads_texts(tmp_path: Path) -> None:
         read_hearing(checkpoint)
     worker = worker_for(folder, dtype="float32")
     assert worker.sight is None
-
-
-def test_what_no_file_is_written_of_is_told(tmp_path: Path) -> None:
-    with open_checkpoint(save(model_of("plain"), tmp_path)) as checkpoint:
-        tower, (note,) = tower_or_note(checkpoint, "f32", "m")
-    assert tower is None
-    assert "no file is written of what such a model hears by" in note
 
 
 def test_a_folder_without_all_of_its_tower_is_told_of(tmp_path: Path) -> None:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec, HearingSpec
+from nanovllm_cli.hearing_spec import AnyEar, ConformerSpec, EarSpec, HearingSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.ear import ear_shapes
 from nanovllm_cli.models.ear_conformer import NORMS
@@ -26,7 +26,8 @@ Config = dict[str, Any]
 class EarProjector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; seeing: of a file that one
     sees by, too, if another. texts: of GGUF files that it belongs to. audio: of what metadata and shapes say, the section of a
-    config that is the family's own. names: of its modules, beside those of layers, which are in `layer`."""
+    config that is the family's own. names: of its modules, beside those of layers, which are in `layer`. whole: what a config
+    has beside that section."""
 
     model: str
     texts: tuple[str, ...]
@@ -34,6 +35,7 @@ class EarProjector:
     names: Mapping[str, str]
     layer: Mapping[str, tuple[str, ...]]
     seeing: str = ""
+    whole: Callable[[ConfigReader, Shapes], Config] | None = None
 
 
 def hears(read: ConfigReader) -> bool:
@@ -77,6 +79,8 @@ def hearing_from_gguf(read: ConfigReader, shapes: Shapes) -> HearingSpec:
         "audio_config": audio | projector.audio(read, shapes),
     }  # fmt: skip
     settings = {"feature_size": audio["num_mel_bins"]}
+    if projector.whole is not None:
+        config, settings = config | projector.whole(read, shapes), {}
     spec = EARS[model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
     tower = spec.tower
     if isinstance(tower, ConformerSpec):  # of which llama.cpp's converter once wrote another epsilon than it has
@@ -90,6 +94,9 @@ def ear_names_in_gguf(spec: AnyEar, projector: EarProjector) -> dict[str, tuple[
     for i in range(spec.num_layers):
         layer = projector.layer.items()
         modules |= {f"layers.{i}.{ours}": tuple(f"a.blk.{i}.{each}" for each in theirs) for ours, theirs in layer}
+    if isinstance(spec, EarSpec) and spec.shaw is not None:
+        modules |= {f"asked.{i}.{ours}": tuple(f"a.proj_blk.{i}.{each}" for each in theirs) for i in range(spec.shaw.query_layers)
+                    for ours, theirs in _ASKED.items()}  # fmt: skip
     found = {}
     for ours in ear_shapes(spec):
         module, _, kind = ours.rpartition(".")
@@ -98,6 +105,9 @@ def ear_names_in_gguf(spec: AnyEar, projector: EarProjector) -> dict[str, tuple[
         theirs = modules[module]
         if ours.endswith(".qkv.bias") and not spec.key_bias:
             theirs = theirs[0], theirs[2]
+        if kind == "table":  # alone, or of what is multiplied with and added
+            found[ours] = (*(f"{theirs[0]}.{each}" for each in ("weight", "bias")),) if "batch_norm" in module else theirs
+            continue
         found[ours] = tuple(f"{each}.{last}" for each in theirs for last in (BOUNDS if kind == "bounds" else (kind,)))
     return found
 
@@ -160,6 +170,35 @@ def _gemma4(read: ConfigReader, shapes: Shapes) -> Config:
     }  # fmt: skip
 
 
+def _granite(read: ConfigReader, shapes: Shapes) -> Config:
+    """How many layers queries have, and how wide they are, tensors say; how small a number their norms add, no file. llama.cpp
+    keeps the rows of a layer halfway up before something is added to them, as transformers does not."""
+    out, hidden = read.integer("clip.audio.projection_dim"), read.integer("clip.audio.embedding_length")
+    inner, kept = read.integer("clip.audio.feed_forward_length"), read.values.get("clip.audio.feature_layer") or []
+    channels, width = _rows(read, shapes, "a.blk.0.conv_pw2.bias"), _rows(read, shapes, "a.proj_norm.weight")
+    wide = _rows(read, shapes, "a.blk.0.conv_dw.weight")
+    if inner % hidden or wide % hidden or channels != hidden:
+        raise CheckpointError(f"{read.where}: layers of {inner} and {wide} channels for rows of {hidden}", BROKEN)
+    encoder = {
+        "input_dim": read.integer("clip.audio.num_mel_bins"), "hidden_dim": hidden, "feedforward_mult": inner // hidden,
+        "num_layers": read.integer("clip.audio.block_count"), "num_heads": read.integer("clip.audio.attention.head_count"),
+        "output_dim": _rows(read, shapes, "a.enc_ctc_out.weight"), "context_size": read.integer("clip.audio.chunk_size"),
+        "max_pos_emb": read.integer("clip.audio.max_pos_emb"), "conv_expansion_factor": wide // hidden,
+        "conv_kernel_size": read.integer("clip.audio.conv_kernel_size"), "cat_hidden_layers": kept,
+    }  # fmt: skip
+    depth = sum(name.startswith("a.proj_blk.") and name.endswith(".ffn_up.weight") for name in shapes)
+    asked = {
+        "hidden_size": width, "num_hidden_layers": depth, "intermediate_size": _rows(read, shapes, "a.proj_blk.0.ffn_up.weight"),
+        "num_attention_heads": read.integer("clip.audio.projector.head_count"), "cross_attention_frequency": 1,
+        "encoder_hidden_size": hidden * (1 + len(kept) if isinstance(kept, list) else 1),
+    }  # fmt: skip
+    return {
+        "text_config": {"hidden_size": out, "model_type": "granite"}, "encoder_config": encoder, "projector_config": asked,
+        "has_lora_adapter": False, "window_size": read.integer("clip.audio.projector.window_size"),
+        "downsample_rate": read.integer("clip.audio.projector.downsample_rate"),
+    }  # fmt: skip
+
+
 _NAMES = {"front0": "a.conv1d.1", "front1": "a.conv1d.2", "positions": "a.position_embd", "post_norm": "a.post_ln"}
 _LAYER = {
     "attention_norm": ("ln1",), "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "mlp_norm": ("ln2",),
@@ -181,9 +220,29 @@ _CONFORMER_LAYER = {
     "qkv": ("attn_q", "attn_k", "attn_v"), "query_scale": ("per_dim_scale",), "distances": ("attn_k_rel",),
     "out": ("attn_out",), "conv.up": ("conv_pw1",), "conv.kernel": ("conv_dw",), "conv.down": ("conv_pw2",),
 }  # fmt: skip
+_SHAW = {
+    "front": "a.input_projection", "classes.up": "a.enc_ctc_out", "classes.down": "a.enc_ctc_out_mid", "query": "a.proj_query",
+    "query_norm": "a.proj_norm", "projector.out": "a.proj_linear",
+}  # fmt: skip
+_SHAW_LAYER = {
+    "first.norm": ("ffn_norm",), "first.up": ("ffn_up",), "first.down": ("ffn_down",), "second.norm": ("ffn_norm_1",),
+    "second.up": ("ffn_up_1",), "second.down": ("ffn_down_1",), "attention_norm": ("ln1",),
+    "qkv": ("attn_q", "attn_k", "attn_v"), "out": ("attn_out",), "distances": ("attn_rel_pos_emb",), "conv.norm": ("norm_conv",),
+    "conv.up": ("conv_pw1",), "conv.kernel": ("conv_dw",), "conv.batch_norm": ("conv_norm",), "conv.down": ("conv_pw2",),
+    "norm": ("ln2",),
+}  # fmt: skip
+_ASKED = {
+    "qkv": ("self_attn_q", "self_attn_k", "self_attn_v"), "self_out": ("self_attn_out",), "self_norm": ("self_attn_norm",),
+    "cross_q": ("cross_attn_q",), "cross_kv": ("cross_attn_k", "cross_attn_v"), "cross_out": ("cross_attn_out",),
+    "cross_norm": ("cross_attn_norm",), "up": ("ffn_up",), "down": ("ffn_down",), "mlp_norm": ("ffn_norm",),
+}  # fmt: skip
 EAR_PROJECTORS = {
     "gemma4a": EarProjector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4, _CONFORMER, _CONFORMER_LAYER),
     "voxtral": EarProjector("VoxtralForConditionalGeneration", ("llama",), _voxtral, _TWO, _LAYER),
+    "granite_speech": EarProjector(
+        "GraniteSpeechForConditionalGeneration", ("granite", "granitehybrid"), lambda read, shapes: {}, _SHAW, _SHAW_LAYER,
+        whole=_granite,
+    ),
     "musicflamingo": EarProjector("AudioFlamingo3ForConditionalGeneration", ("qwen2",), _flamingo, _TWO, _LAYER),
     "qwen2a": EarProjector("Qwen2AudioForConditionalGeneration", ("qwen2",), _whisper, _ONE, _LAYER),
     "qwen2.5o": EarProjector("Qwen2_5OmniModel", ("qwen2vl",), _omni2_5, _ONE, _LAYER),
