@@ -94,3 +94,21 @@ def heard_by_transformers(family: str, prompt: TokenIds) -> dict[str, torch.Tens
     mask = torch.tensor([[int(i < each.shape[1]) for i in range(width)] for each in together])
     padded = torch.stack([torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in together])
     return given | {"input_features": padded, "feature_attention_mask": mask}
+
+
+MARKS = {
+    "audio-flamingo": ("<sound>", ""), "music-flamingo": ("<sound>", ""), "qwen2.5-omni": ("<|AUDIO|>", "audio_bos audio_eos"),
+    "glm-asr": ("<|pad|>", "begin_of_audio end_of_audio"),
+}  # fmt: skip
+"""What a template writes for a sound, and what around it."""
+
+
+def words_of(family: str) -> tuple[str, ...]:
+    mark, around = MARKS[family]
+    further = ("<|sound_bos|>", "<|sound_eos|>") if family == "music-flamingo" else ("<|IMAGE|>", "<|VIDEO|>")
+    return ("<|im_start|>", "<|im_end|>", mark, *further, *(f"<|{each}|>" for each in around.split()))
+
+
+def written(family: str) -> str:
+    mark, around = MARKS[family]
+    return mark.join(f"<|{each}|>" for each in around.split()) if around else mark
