@@ -27,7 +27,7 @@ def granite_speech(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     audio, asked = config.section("encoder_config"), config.section("projector_config")
     if config.flag("has_lora_adapter", True):
         told = f"{config.where}: sounds are not read by a model whose decoder has a LoRA adapter for them"
-        raise UnsupportedError(told, "Granite 4 Speech has none, and hears")
+        raise UnsupportedError(told, "granite-speech:1b has none, and hears")
     hidden = audio.integer("hidden_dim", 1024)
     heads = heads_of(audio, "num_heads", hidden, 8, parts=1)
     if (dim := audio.values.get("dim_head")) not in (None, hidden // heads):
