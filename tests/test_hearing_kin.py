@@ -259,3 +259,20 @@ def test_times_that_no_row_can_turn_by_are_refused(changed: dict[str, Any], kind
     with pytest.raises(kind) as caught:
         EARS[ARCHITECTURES["music-flamingo"]].read(ConfigReader(config, "config.json"), ConfigReader({}, "it"))
     assert told in caught.value.message
+
+
+def test_what_is_told_of_a_tower_crosses_to_other_processes_as_it_is() -> None:
+    import msgspec
+
+    from test_hearing_granite import NAMES
+    from test_hearing_granite import config_of as granite
+
+    told = [(ARCHITECTURES[family], config_of(family)) for family in FAMILIES]
+    told += [(f"{NAMES[kind]}ForConditionalGeneration", granite(kind)) for kind in NAMES]
+    for architecture, config in told:
+        read = ConfigReader(config.to_dict() | {"architectures": [architecture]}, "config.json")
+        spec = EARS[architecture].read(read, ConfigReader({}, "it"))
+        assert msgspec.msgpack.decode(msgspec.msgpack.encode(spec), type=HearingSpec) == spec
+        assert hash(spec)
+    sound = Sound.of(b"", 0, 0, 9, 3)
+    assert msgspec.msgpack.decode(msgspec.msgpack.encode(sound), type=Sound) == sound

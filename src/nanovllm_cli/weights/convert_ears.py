@@ -80,7 +80,8 @@ def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
 
 
 class _EarView(CheckpointView):
-    """A folder's tower under the names of a GGUF file."""
+    """A folder's tower under the names of a GGUF file. Some of ours are other parts there than in a folder: a Granite Speech's
+    keys and values are two, and a batch norm's four tensors are two."""
 
     def __init__(self, source: Checkpoint, spec: HearingSpec, parts: dict[str, list[str]], label: str) -> None:
         super().__init__(source)
@@ -90,10 +91,11 @@ class _EarView(CheckpointView):
         self._ones = 1 if spec.tower.front == "line" else 2
         names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label])
         self._shapes = ear_shapes(spec.tower)
-        self._regrouped = {each: (parts[ours], place, len(theirs)) for ours, theirs in names.items()
-                           for place, each in enumerate(theirs) if len(theirs) != len(parts[ours])}  # fmt: skip
-        self._own = {each: own for ours, theirs in names.items()
-                     for each, own in zip(theirs, parts[ours], strict=False)}  # fmt: skip
+        same = {ours: len(theirs) == len(parts[ours]) for ours, theirs in names.items()}
+        self._own = {each: own for ours, theirs in names.items() if same[ours]
+                     for each, own in zip(theirs, parts[ours], strict=True)}  # fmt: skip
+        self._regrouped = {each: (parts[ours], place, len(theirs)) for ours, theirs in names.items() if not same[ours]
+                           for place, each in enumerate(theirs)}  # fmt: skip
         self._ours = {each: ours for ours, theirs in names.items() for each in theirs}
 
     def names(self) -> list[str]:
