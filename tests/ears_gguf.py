@@ -11,7 +11,7 @@ import gguf
 import numpy as np
 from safetensors.numpy import load_file
 
-PROJECTORS = {"Voxtral": "voxtral", "Qwen2Audio": "qwen2a", "Qwen3ASR": "qwen3a"}
+PROJECTORS = {"Voxtral": "voxtral", "Qwen2Audio": "qwen2a", "Qwen3ASR": "qwen3a", "AudioFlamingo3": "musicflamingo"}
 
 
 def write_ear(

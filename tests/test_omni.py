@@ -1,5 +1,5 @@
-"""Qwen's Omnis, of which the part that thinks is read, with its eyes and, of the third, its ears: against transformers, from
-folders of that part alone and of all of them."""
+"""Qwen's Omnis, of which the part that thinks is read, with its eyes and ears: against transformers, from folders of that part
+alone and of all of them."""
 
 from __future__ import annotations
 
@@ -7,11 +7,13 @@ import json
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 
 from engines import engine_for, random_model, run, save, worker_for
 from hearing import a_sound
+from hearing_kin import heard_by_transformers
 from nanovllm_cli.hearing_spec import HearingSpec, Senses
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ears_gguf import hearing_from_gguf
@@ -20,12 +22,14 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import Image, Sound, TokenIds, VisionSpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.mmproj import load_mmproj, open_mmproj
+from nanovllm_cli.weights.hearing import load_ear, read_hearing
+from nanovllm_cli.weights.mmproj import load_ear_gguf, load_mmproj, open_mmproj, read_mmproj
 from nanovllm_cli.weights.tensor_names import left_aside
 from nanovllm_cli.weights.vision import load_tower, read_vision
 from test_quant_engine import logits_of
 
 transformers = pytest.importorskip("transformers")
+gguf = pytest.importorskip("gguf")
 from test_mmproj import with_merges  # noqa: E402
 from test_models import QWEN_TEXT  # noqa: E402
 from test_vision import QWEN_TOWER, an_image, seen_by_transformers  # noqa: E402
@@ -39,7 +43,7 @@ EARS = {
 IDS = {"vision_start_token_id": LOOK, "audio_start_token_id": LISTEN}
 THINKERS: dict[str, tuple[str, dict[str, Any]]] = {
     "qwen2.5-omni": ("Qwen2_5Omni", {
-        "text_config": QWEN_TEXT, "audio_config": EARS, **IDS,
+        "text_config": QWEN_TEXT, "audio_config": EARS | {"n_window": 10, "max_source_positions": 25}, **IDS,
         "image_token_index": IMAGE, "video_token_index": 508, "audio_token_index": SOUND,
         "vision_config": QWEN_TOWER | OUT | {"window_size": 16, "fullatt_block_indexes": [2]},
     }),
@@ -83,7 +87,8 @@ def prompt_with(senses: Senses, parts: list[int | Image | Sound]) -> TokenIds:
         if isinstance(part, int):
             ids += torch.randint(2, 500, (part,), generator=torch.Generator().manual_seed(len(ids))).tolist()
             continue
-        ids.append(LISTEN if isinstance(part, Sound) else LOOK)
+        if not (isinstance(part, Sound) and ids and ids[-1] == SOUND):  # a sound's further piece
+            ids.append(LISTEN if isinstance(part, Sound) else LOOK)
         images.append(senses.by(part).placed(part, len(ids)))
         token = SOUND if isinstance(part, Sound) else IMAGE
         ids += [token] * images[-1].num_tokens
@@ -94,14 +99,9 @@ def perceived_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds) 
     pictures = TokenIds(prompt, [each for each in prompt.images if isinstance(each.image, Image)])
     given = seen_by_transformers(model, vision, pictures, IMAGE) | {"attention_mask": torch.ones(1, len(prompt)).long()}
     del given["mm_token_type_ids"]
-    sounds = [each.image for each in prompt.images if isinstance(each.image, Sound)]
-    if not sounds:
-        return given
-    width = max(each.frames for each in sounds)
-    values = [torch.frombuffer(bytearray(each.values), dtype=torch.float32).view(each.frames, -1).T for each in sounds]
-    given["input_features"] = torch.stack([torch.nn.functional.pad(each, (0, width - each.shape[1])) for each in values])
-    given["feature_attention_mask"] = torch.tensor([[int(i < each.frames) for i in range(width)] for each in sounds])
-    return given
+    sounds = TokenIds(prompt, [each for each in prompt.images if isinstance(each.image, Sound)])
+    heard = heard_by_transformers("qwen2.5-omni", sounds)
+    return given | {key: heard[key] for key in ("input_features", "feature_attention_mask")}
 
 
 @pytest.mark.parametrize(("name", "whole"), [
@@ -122,12 +122,10 @@ def test_what_follows_is_what_transformers_has(name: str, whole: str, tmp_path: 
     vision, hearing = senses.vision, senses.hearing
     assert vision is not None
     parts: list[int | Image | Sound] = [5, an_image(vision, 3, 4), 2, an_image(vision, 5, 2), 6]
-    if name == "qwen3-omni":
-        assert isinstance(hearing, HearingSpec)
-        parts[2:2] = [3, a_sound(hearing, 133)]
-        parts += [a_sound(hearing, 60, 1), 2]
-    else:
-        assert hearing is None
+    assert isinstance(hearing, HearingSpec)
+    long, short = ([20, 20, 13], 17) if name == "qwen2.5-omni" else ([133], 60)
+    parts[2:2] = [3, *(a_sound(hearing, length) for length in long)]
+    parts += [a_sound(hearing, short, 1), 2]
     prompt = prompt_with(senses, parts)
     asked = prompt, SamplingParams(temperature=0.0, max_tokens=9, ignore_eos=True, logprobs=0)
     first, output = (run(engine_for(worker, token_work=work), [asked])[0] for work in (None, 10**12))
@@ -145,9 +143,12 @@ def test_what_follows_is_what_transformers_has(name: str, whole: str, tmp_path: 
 
 @pytest.mark.parametrize("name", THINKERS)
 def test_a_file_made_of_it_answers_as_the_folder(name: str, tmp_path: Path) -> None:
-    """And has what Qwen 3's sees by beside it. Its head is the embedding twice, as a config may have it."""
+    """And has what it sees by beside it, and the second's hears by. Its head is the embedding twice, as a config may have it."""
     folder = tmp_path / "model"
-    save(thinker_of(name), folder)
+    thinker = thinker_of(name)
+    if name == "qwen2.5-omni":  # with the windows that no file says
+        thinker.config.audio_config.n_window, thinker.config.audio_config.max_source_positions = 100, 1500
+    save(thinker, folder)
     with_merges(folder, ["<|image_pad|>", "<|IMAGE|>", "<|audio_pad|>"])
     as_published(folder, f"{THINKERS[name][0]}ForConditionalGeneration", tie_word_embeddings=True)
     with open_checkpoint(folder) as checkpoint:
@@ -156,14 +157,43 @@ def test_a_file_made_of_it_answers_as_the_folder(name: str, tmp_path: Path) -> N
         prompt = list(range(3, 40))
         expected = logits_of(worker_for(folder, dtype="float32"), [prompt])
         assert torch.equal(logits_of(worker_for(tmp_path / "model.gguf", dtype="float32"), [prompt]), expected)
-        assert (made.tower is not None) == (name == "qwen3-omni")
-        if made.tower is not None:
-            vision = read_vision(checkpoint)
-            assert vision is not None
-            image = an_image(vision, 4, 6)
-            with open_mmproj(made.tower.write(tmp_path / "model.gguf", replace=False, progress=NullProgress()).path) as file:
-                tower = load_mmproj(file, vision, torch.float32)
-                assert torch.equal(tower(image).rows, load_tower(checkpoint, vision, torch.float32)(image).rows)
+        assert made.tower is not None
+        vision, hearing = read_vision(checkpoint), read_hearing(checkpoint)
+        assert vision is not None
+        assert hearing is not None
+        image = an_image(vision, 4, 6)
+        path = made.tower.write(tmp_path / "model.gguf", replace=False, progress=NullProgress()).path
+        with open_mmproj(path) as file:
+            tower = load_mmproj(file, vision, torch.float32)
+            assert torch.equal(tower(image).rows, load_tower(checkpoint, vision, torch.float32)(image).rows)
+            found = read_mmproj(file)
+            assert found.vision is not None
+            assert (found.hearing is not None) == (name == "qwen2.5-omni")
+            if found.hearing is None:
+                return
+            sound = a_sound(hearing, 97)
+            expected = load_ear(checkpoint, hearing, torch.float32)(sound).rows
+            made_of_file = load_ear_gguf(file, found.hearing, torch.float32)(sound).rows  # whose convolutions are in float16
+            torch.testing.assert_close(made_of_file, expected, rtol=0, atol=5e-3)
+    check_against_llama_cpp(path, folder)
+
+
+def check_against_llama_cpp(path: Path, folder: Path) -> None:
+    """Names by gguf-py's own map, and what llama.cpp's converter adds."""
+    file = gguf.GGUFReader(path)
+    keys = {key: field.contents() for key, field in file.fields.items()}
+    told = [keys[f"clip.{each}"] for each in ("projector_type", "has_vision_encoder", "has_audio_encoder")]
+    assert told == ["qwen2.5o", True, True]
+    assert not {"clip.audio.projector_type", "clip.vision.projector_type"} & keys.keys()
+    names = gguf.get_tensor_name_map(gguf.MODEL_ARCH.MMPROJ, 4)
+    with open_checkpoint(folder) as checkpoint:
+        own = [each.removeprefix("thinker.") for each in checkpoint.names() if "audio_tower" in each and "bos_eos" not in each]
+    wanted = {names.get_name(each, (".weight", ".bias")) for each in own} | {"a.position_embd.weight"}
+    tensors = {tensor.name: tensor.data for tensor in file.tensors if tensor.name.startswith(("a.", "mm.a."))}
+    assert tensors.keys() == wanted
+    angles = np.arange(1500)[:, None] * np.exp(-np.log(10000) / 15 * np.arange(16))[None]
+    waves = np.concatenate([np.sin(angles), np.cos(angles)], axis=1)
+    np.testing.assert_allclose(tensors["a.position_embd.weight"], waves, atol=1e-6)
 
 
 def test_ears_of_a_file_that_sees_are_no_asrs() -> None:

@@ -19,20 +19,46 @@ HOP, WINDOW = 160, 400
 """Samples from one frame of a spectrogram to the next, and in each of them (Whisper, Radford et al. 2022)."""
 
 
+class ShawSpec(NamedTuple):
+    """What makes an EarSpec's layers a conformer's (Gulati et al. 2020) that see blocks of so many rows, with distances up to
+    `farthest` (Shaw et al. 2018), and its projector queries. kernel: of the convolutions along time, over channels `widened`.
+    classes: what rows are read as halfway up. kept: layers whose rows count beside the last one's, 0: what they begin with. Of
+    each window of so many rows so many queries make as many, of query_size, in query_layers (Li et al. 2023)."""
+
+    block: int
+    farthest: int
+    kernel: int
+    widened: int
+    classes: int
+    kept: tuple[int, ...]
+    window: int
+    queries: int
+    query_size: int
+    query_layers: int
+    query_heads: int
+    query_inner: int
+    query_eps: float
+
+
 @dataclass(frozen=True, slots=True)
 class EarSpec:
     """A transformer that reads spectrograms of num_bins bands (Whisper's encoder, Radford et al. 2022).
 
-    front: what makes rows of frames. "line": two convolutions along time, the second of which halves it, and learned positions,
-    as many as `positions`; "plane": frames in chunks of `chunk`, each an image with three convolutions of `channels`, which halve
-    both sides, a matrix, and positions that are sines and cosines and begin anew in each chunk (Qwen3-Omni). activation: of an
-    MLP, down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
+    front: what makes rows of frames. "line": two convolutions along time, the second of which halves it; "plane": frames in
+    chunks of `chunk`, each an image with three convolutions of `channels`, which halve both sides, and a matrix (Qwen3-Omni);
+    "pairs": a matrix over two frames. shaw: what layers and projector are then, "queries".
+    positions: learned ones that are added to so many rows; 0: sines and cosines are, from each chunk's beginning on, or, where
+    there is `turned`, nothing: so many dimensions of each head turn by the position then, the first by 1 radian, the last by
+    about 1 / theta (Su et al. 2021). timed: in front of the projector so many numbers of a row turn by the time at which it is in
+    its sound and by which of the pieces it is in, and as many more by that and its place there, scaled by theta (Music Flamingo).
+    sees_silence: also what only fills up a piece is seen by its layers. activation: of an MLP,
+    down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
     joined: so many rows are one to the projector. projector: "two" layers with an activation between them, projector_size rows,
     or "one"; projector_bias: of theirs.
     """
 
     num_bins: int
-    front: Literal["line", "plane"]
+    front: Literal["line", "plane", "pairs"]
     positions: int
     hidden_size: int
     num_layers: int
@@ -40,7 +66,7 @@ class EarSpec:
     intermediate_size: int
     out_size: int
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
-    projector: Literal["one", "two"]
+    projector: Literal["one", "two", "queries"]
     projector_size: int = 0
     projector_bias: bool = False
     projector_activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "gelu"
@@ -50,6 +76,11 @@ class EarSpec:
     pooled: int = 1
     joined: int = 1
     eps: float = 1e-5
+    turned: int = 0
+    theta: float = 1e4
+    timed: int = 0
+    sees_silence: bool = False
+    shaw: ShawSpec | None = None
 
     @property
     def head_dim(self) -> int:
@@ -69,6 +100,8 @@ class EarSpec:
 
     def num_rows(self, frames: int) -> int:
         """That its layers read."""
+        if self.front == "pairs":
+            return frames // 2
         if self.front == "line":
             return -(-frames // 2)
         whole, rest = divmod(frames, self.chunk)
@@ -76,12 +109,17 @@ class EarSpec:
 
     def num_made(self, frames: int) -> int:
         """Rows of its output, each of which a token stands for."""
+        if self.shaw is not None:
+            return -(-self.num_rows(frames) // self.shaw.window) * self.shaw.queries
         return self.num_rows(frames) // (self.pooled * self.joined)
 
     def layer_work(self, sound: Image | Sound) -> int:
         """Multiplications of one layer."""
         assert isinstance(sound, Sound)
-        rows = self.num_rows(sound.heard)
+        rows = self.num_rows(sound.frames if self.sees_silence else sound.heard)
+        if self.shaw is not None:
+            own = 4 * self.hidden_size + 4 * self.intermediate_size + 3 * self.shaw.widened + 4 * self.shaw.block
+            return rows * self.hidden_size * own
         return rows * self.hidden_size * (4 * self.hidden_size + 2 * self.intermediate_size + 2 * rows)
 
 
@@ -179,7 +217,8 @@ class HearingSpec:
     is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
     number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
     does not write it. transcript: how it is asked for one. spectrogram: "whisper" of all of a sound, which is cut into pieces
-    then, or "universal" of each piece, of whose frames none reaches beyond its samples."""
+    then; "apart": the same of each piece by itself; "universal": of each piece, of whose frames none reaches beyond its
+    samples; "pairs": an even number of frames, as torchaudio makes them."""
 
     tower: AnyEar
     tokens: ImageTokens
@@ -190,7 +229,7 @@ class HearingSpec:
     framed: bool = False
     least: int = 0
     most: int = 0
-    spectrogram: Literal["whisper", "universal"] = "whisper"
+    spectrogram: Literal["whisper", "apart", "universal", "pairs"] = "whisper"
 
     @property
     def has_grid(self) -> bool:
@@ -201,6 +240,11 @@ class HearingSpec:
     def whole(self) -> bool:
         """See `VisionSpec`."""
         return False
+
+    @property
+    def timed(self) -> bool:
+        """Whether it matters which of its sound's pieces one is."""
+        return isinstance(self.tower, EarSpec) and self.tower.timed > 0
 
     @property
     def least_tokens(self) -> int:
@@ -218,6 +262,8 @@ class HearingSpec:
         for placed in sounds:
             sound = placed.image
             if not isinstance(sound, Sound) or sound.bins != self.tower.num_bins or placed.start < end:
+                return False
+            if sound.ordinal and not (self.timed and 0 < sound.ordinal < self.most):
                 return False
             if not 0 < sound.heard <= sound.frames <= self.piece or len(sound.values) != 4 * sound.frames * sound.bins:
                 return False

@@ -38,19 +38,21 @@ class Image(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Sound:
     """A piece of a sound, as a tower takes it (`hearing_spec.py`), which stands where images do: `frames` of a spectrogram behind
-    each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that."""
+    each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that. ordinal: which of its sound's
+    pieces it is, from 0 on, where a tower goes by that."""
 
     frames: int
     heard: int
     bins: int
     values: bytes
     digest: bytes
+    ordinal: int = 0
 
     @classmethod
-    def of(cls, values: bytes, frames: int, heard: int, bins: int) -> Sound:
+    def of(cls, values: bytes, frames: int, heard: int, bins: int, ordinal: int = 0) -> Sound:
         """With its digest."""
-        sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins))
-        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest())
+        sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins, ordinal))
+        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest(), ordinal)
 
     @property
     def num_bytes(self) -> int:

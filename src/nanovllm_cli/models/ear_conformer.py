@@ -35,7 +35,7 @@ class Conformer(Matrices):
         away = (query + spec.window - key).to(self._device)  # [W, 2W], of keys in two blocks from queries in the second
         self._seen, self._away = (away >= 0) & (away < spec.window), away.clamp(0, spec.window - 1)
 
-    def stages(self, values: torch.Tensor, heard: int) -> Stages:
+    def stages(self, values: torch.Tensor, heard: int, ordinal: int) -> Stages:
         """Of [frames, bins] in float32. See `Ear.stages`."""
         spec = self._spec
         planes = values[:heard, :, None].to(self._device, self._dtype)

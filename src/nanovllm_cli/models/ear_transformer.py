@@ -5,12 +5,13 @@ Convolutions are products: what a kernel sees of its input is put behind each ot
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import EarSpec
+from nanovllm_cli.hearing_spec import HOP, RATE, EarSpec
 from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, waves
 from nanovllm_cli.models.tower_products import activated
@@ -27,23 +28,26 @@ class Transformer(Layers):
     def __init__(self, spec: EarSpec, tensors: Mapping[str, torch.Tensor]) -> None:
         super().__init__(spec, tensors, transformer_shapes(spec), "front0")
 
-    def stages(self, values: torch.Tensor, heard: int) -> Stages:
+    def stages(self, values: torch.Tensor, heard: int, ordinal: int) -> Stages:
         """Of [frames, bins] in float32. See `Ear.stages`."""
         spec = self.spec
         values = values.to(self._device, self._dtype)
         x = (self._along_line if spec.front == "line" else self._over_plane)(values)
-        x = x[: spec.num_rows(heard)].contiguous()
-        none = torch.empty(len(x), 0, device=self._device)
-        attend = attention(Windows(((1, len(x)),), (none, none)), spec.num_heads, spec.head_dim, x)
+        x = x if spec.sees_silence else x[: spec.num_rows(heard)].contiguous()
+        windows = Windows(((1, len(x)),), _turns(spec, len(x), self._device))
+        attend = attention(windows, spec.num_heads, spec.head_dim, x)
         for i in range(spec.num_layers):
             if i:
                 yield
             self._layer(f"layers.{i}", x, attend)
+        x = x[: spec.num_made(heard) * spec.pooled * spec.joined]
         if spec.pooled > 1:
             x = _together(x, spec.pooled).to(torch.float32).mean(dim=1)
         x = self._norm("post_norm", x)
         if spec.joined > 1:
             x = _together(x, spec.joined).flatten(1)
+        if spec.timed:
+            x = _timed(spec, x, ordinal, spec.num_made(len(values)))
         if spec.projector == "one":
             return TowerRows(self._linear("projector.out", x))
         return TowerRows(self._two_layers("projector", x, spec.projector_activation))
@@ -53,7 +57,10 @@ class Transformer(Layers):
         for i in (0, 1):
             seen = functional.pad(values, (0, 0, 1, 1)).unfold(0, 3, 1 + i).flatten(1)  # a band's frames behind each other
             values = self._activated(f"front{i}", seen)
-        positions = self._tensors["positions.weight"][: len(values)]
+        if self.spec.turned:
+            return values
+        learned = self._tensors.get("positions.weight")
+        positions = waves(len(values), self.spec.hidden_size).to(self._device) if learned is None else learned[: len(values)]
         return (values + positions).to(self._dtype)
 
     def _over_plane(self, values: torch.Tensor) -> torch.Tensor:
@@ -92,7 +99,8 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
     if spec.front == "line":
         matrix("front0", hidden, 3 * spec.num_bins)
         matrix("front1", hidden, 3 * hidden)
-        shapes["positions.weight"] = (spec.positions, hidden)
+        if spec.positions:
+            shapes["positions.weight"] = (spec.positions, hidden)
     else:
         for i in range(3):
             matrix(f"front{i}", spec.channels, 9 * (spec.channels if i else 1))
@@ -121,6 +129,37 @@ def most_numbers(spec: EarSpec, frames: int) -> int:
     if spec.front == "plane":
         seen = _CHUNKS_TOGETHER * 12 * spec.channels * spec.chunk * spec.num_bins // 8 + frames * spec.num_bins
     return max(2 * seen, 17 * spec.hidden_size * rows + 2 * spec.intermediate_size * min(rows, ROWS_TOGETHER))
+
+
+def _turns(spec: EarSpec, rows: int, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `Windows`: of dimensions that don't turn, which are the last of either half of a head, by nothing."""
+    angles = torch.zeros(rows, spec.head_dim // 2 if spec.turned else 0)
+    if spec.turned:
+        speeds = spec.theta ** -(torch.arange(0, spec.turned, 2) / spec.turned)
+        angles[:, : spec.turned // 2] = torch.arange(rows)[:, None] * speeds
+    return angles.cos().to(device), angles.sin().to(device)
+
+
+def _timed(spec: EarSpec, x: torch.Tensor, ordinal: int, whole: int) -> torch.Tensor:
+    """whole: rows of a piece. In float32, step by step as transformers has it, as angles are of thousands of turns."""
+    speeds = spec.theta ** -(torch.arange(0, spec.timed, 2, dtype=torch.float32) / spec.timed)
+    rows, step, turn = torch.arange(len(x), dtype=torch.float32), 4 * HOP / RATE, 2 * math.pi
+    of_piece = (torch.tensor(float(ordinal)) / spec.theta * speeds).expand(len(x), -1)
+    of_row = (rows / spec.theta * turn)[:, None] * speeds
+    times = ordinal * whole * step + rows * step
+    angles = torch.cat([of_piece, of_row], dim=1) * (-times * turn)[:, None]
+    cos, sin = (each.to(x.device, torch.float64) for each in (angles.cos(), angles.sin()))
+    even, odd = x[:, : 2 * spec.timed].to(torch.float64).view(len(x), -1, 2).unbind(2)
+    turned = torch.stack([even * cos - odd * sin, odd * cos + even * sin], dim=2).flatten(1)
+    return torch.cat([turned.to(x.dtype), x[:, 2 * spec.timed :]], dim=1)
+
+
+def turned_apart(part: torch.Tensor, spec: EarSpec) -> torch.Tensor:
+    """Rows of queries, or keys: of each head those that turn are its first, halves behind each other, to begin with; afterwards
+    they begin either half of it."""
+    heads = part.view(spec.num_heads, spec.head_dim, *part.shape[1:])
+    turned, still = heads[:, : spec.turned].chunk(2, dim=1), heads[:, spec.turned :].chunk(2, dim=1)
+    return torch.cat([turned[0], still[0], turned[1], still[1]], dim=1).view(part.shape)
 
 
 def _together(x: torch.Tensor, count: int) -> torch.Tensor:

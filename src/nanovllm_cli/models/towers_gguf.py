@@ -334,6 +334,7 @@ def _internvl(given: Given) -> tuple[Config, Config]:
 PROJECTORS = {
     "qwen2vl_merger": Projector("Qwen2VLForConditionalGeneration", ("qwen2vl",), _qwen2),
     "qwen2.5vl_merger": Projector("Qwen2_5_VLForConditionalGeneration", ("qwen2vl",), _qwen2_5),
+    "qwen2.5o": Projector("Qwen2_5OmniModel", ("qwen2vl",), _qwen2_5),
     "qwen3vl_merger": Projector(
         "Qwen3VLForConditionalGeneration", ("qwen3vl", "qwen3vlmoe", "qwen35", "qwen35moe"), _qwen3, fused=True,
         also=("Qwen3_5ForConditionalGeneration",),

@@ -13,12 +13,12 @@ from contextlib import closing
 import numpy as np
 
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
+from nanovllm_cli.hearing_spec import HOP, RATE, WINDOW, HearingSpec
 from nanovllm_cli.sent import Recent
 from nanovllm_cli.sounds.decoding import decoded
 from nanovllm_cli.sounds.resampling import resampled
 from nanovllm_cli.sounds.source import SOUND
-from nanovllm_cli.sounds.spectrogram import log_mel, universal_log_mel
+from nanovllm_cli.sounds.spectrogram import log_mel, paired_log_mel, universal_log_mel
 from nanovllm_cli.sounds.wav import read_wave
 from nanovllm_cli.vision_spec import Clip, Sound
 
@@ -97,18 +97,45 @@ def _too_long(where: str, longest: float) -> UsageError:
 
 def cut(samples: np.ndarray, spec: HearingSpec) -> tuple[Sound, ...]:
     """The pieces of samples at 16 kHz."""
-    bins, heard = spec.tower.num_bins, len(samples)
     if spec.spectrogram == "universal":
         length = (spec.piece + 1) * HOP
-        alone = [universal_log_mel(samples[first : first + length], bins) for first in range(0, heard, length)]
-        return tuple(Sound.of(values.astype("<f4").tobytes(), len(values), len(values), bins) for values in alone if len(values))
+        alone = [universal_log_mel(part, spec.tower.num_bins) for part in _parts(samples, length)]
+        pieces = [_sound(values, len(values)) for values in alone]
+    elif spec.spectrogram == "pairs":
+        values = paired_log_mel(samples, spec.tower.num_bins)
+        pieces = [_sound(part, len(part)) for part in _parts(values, spec.piece)]
+    elif spec.spectrogram == "apart":
+        pieces = [piece for part in _parts(samples, spec.piece * HOP) for piece in _whisper(part, spec)]
+    else:
+        pieces = _whisper(samples, spec)
+    pieces = [piece for piece in pieces if spec.tower.num_made(piece.heard)]
+    return tuple(map(_numbered, pieces, range(len(pieces)))) if spec.timed else tuple(pieces)
+
+
+def _parts(samples: np.ndarray, length: int) -> list[np.ndarray]:
+    return [samples[first : first + length] for first in range(0, len(samples), length)]
+
+
+def _whisper(samples: np.ndarray, spec: HearingSpec) -> list[Sound]:
+    heard = len(samples)
     padded = max(heard, spec.least)
+    counted = -(-heard // HOP)
     if spec.padded:
         padded = -(-padded // (spec.piece * HOP)) * spec.piece * HOP
-    values = log_mel(np.concatenate([samples, np.zeros(padded - heard, np.float32)]), bins)
-    counted = -(-heard // HOP) if spec.framed else len(values)
-    return tuple([
-        Sound.of(piece.astype("<f4").tobytes(), len(piece), min(counted - first, len(piece)), bins)
-        for first in range(0, counted, spec.piece)
-        if len(piece := values[first : first + spec.piece])
-    ])  # fmt: skip
+    elif spec.framed:  # the last frames reach into silence
+        padded = counted * HOP + WINDOW
+    values = log_mel(np.concatenate([samples, np.zeros(padded - heard, np.float32)]), spec.tower.num_bins)
+    if not spec.framed:
+        counted = len(values)
+    elif not spec.padded:
+        values = values[:counted]
+    pieces = [(first, values[first : first + spec.piece]) for first in range(0, counted, spec.piece)]
+    return [_sound(piece, min(counted - first, len(piece))) for first, piece in pieces]
+
+
+def _numbered(piece: Sound, ordinal: int) -> Sound:
+    return Sound.of(piece.values, piece.frames, piece.heard, piece.bins, ordinal)
+
+
+def _sound(values: np.ndarray, heard: int) -> Sound:
+    return Sound.of(values.astype("<f4").tobytes(), len(values), heard, values.shape[1])

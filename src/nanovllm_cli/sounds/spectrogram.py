@@ -1,4 +1,4 @@
-"""Logarithmic mel spectrograms of two kinds, in bands from 0 to 8 kHz, of frames every 10 ms under a Hann window.
+"""Logarithmic mel spectrograms of three kinds, in bands from 0 to 8 kHz, of frames every 10 ms under a Hann window.
 
 Whisper's (Radford et al. 2022; its `log_mel_spectrogram`): frames of 25 ms, reflected at the ends; powers, in bands as wide as
 Slaney's auditory toolbox has them, of one area each; what lies more than 80 dB below the loudest is raised to that.
@@ -6,6 +6,8 @@ Slaney's auditory toolbox has them, of one area each; what lies more than 80 dB 
 Those of the Universal Speech Model (Zhang et al. 2023), as Gemma 4 has them: frames of 20 ms, the first of which begins half a
 frame in front of the sound, in silence, and none of which reaches beyond its end; magnitudes, in bands as wide as HTK has them,
 of one height each; all of them raised by a thousandth.
+
+torchaudio's, as Granite Speech has them: Whisper's frames, transformed as 512 points, in bands as wide as HTK has them.
 """
 
 from __future__ import annotations
@@ -22,14 +24,22 @@ _FRAME, _POINTS = 320, 512  # samples of a universal one's, and what they are tr
 
 def log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
     """[n] float32 at 16 kHz, more than 200 of them -> [n // 160, bins] float32."""
-    count, half = len(samples) // HOP, WINDOW // 2
-    padded = np.pad(samples.astype(np.float32), half, mode="reflect")
+    return _of_powers(samples, len(samples) // HOP, mel_bands(bins), WINDOW)
+
+
+def paired_log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
+    """[n] float32 at 16 kHz, more than 200 of them -> [n // 160 + 1 or one less, an even number, bins] float32."""
+    return _of_powers(samples, (len(samples) // HOP + 1) // 2 * 2, _universal_bands(bins), _POINTS)
+
+
+def _of_powers(samples: np.ndarray, count: int, bands: np.ndarray, points: int) -> np.ndarray:
+    """bands: of frames that are transformed as so many points."""
+    padded = np.pad(samples.astype(np.float32), WINDOW // 2, mode="reflect")
     frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
     window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
-    bands = mel_bands(bins)
-    out = np.empty((count, bins), np.float32)
+    out = np.empty((count, bands.shape[1]), np.float32)
     for first in range(0, count, _TOGETHER):
-        spectrum = np.fft.rfft(frames[first : min(first + _TOGETHER, count)] * window, axis=1)
+        spectrum = np.fft.rfft(frames[first : min(first + _TOGETHER, count)] * window, points, axis=1)
         power = spectrum.real**2 + spectrum.imag**2
         out[first : first + _TOGETHER] = np.log10(np.maximum(power @ bands, 1e-10))
     if count:

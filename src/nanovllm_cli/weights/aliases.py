@@ -58,6 +58,9 @@ _FAMILIES: dict[str, dict[str, str]] = {
     },
     "qwen2.5-omni": _sizes("Qwen/Qwen2.5-Omni-*", "3B 7B"),
     "qwen2-audio": {"7b": "Qwen/Qwen2-Audio-7B-Instruct"},
+    "audio-flamingo3": {"8b": "nvidia/audio-flamingo-3-hf"},
+    "glm-asr": {"nano": "zai-org/GLM-ASR-Nano-2512"},
+    "granite-speech": {"1b": "ibm-granite/granite-4.0-1b-speech", "2b": "ibm-granite/granite-speech-4.1-2b"},
     "qwen2.5vl": _sizes("Qwen/Qwen2.5-VL-*-Instruct", "3B 7B 32B 72B"),
     "qwq": {"32b": "Qwen/QwQ-32B"},
     "llama4": {

@@ -12,20 +12,22 @@ from torch.nn import functional
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import ConformerSpec, EarSpec, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.ear import ear_shapes
 from nanovllm_cli.models.ears import EARS, ear_family
 from nanovllm_cli.models.ears_gguf import EAR_PROJECTORS, ear_names_in_gguf, hearing_from_gguf
 from nanovllm_cli.models.tower_layers import waves
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.convert_tensors import PLAIN_TYPES, Step, file_type, gguf_type
 from nanovllm_cli.weights.convert_towers import TowerFile, check_spec, plain_type_of, tower_header
-from nanovllm_cli.weights.hearing import ear_parts, read_hearing
+from nanovllm_cli.weights.hearing import ear_parts, put_together, read_hearing
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.vision import bounds_of, read_whole
 
 _CONVOLVED = "a.conv1d.", "a.conv2d.", "a.conv_out."
-"""Whose matrices llama.cpp wants in float16."""
+"""Whose matrices llama.cpp wants in float16; its converter leaves an Audio Flamingo's, as it was trained in bfloat16, in full."""
 _WHOLE = re.compile(r"a\.conv1d\..*|a\.input_projection\..*|a\.blk\.\d+\.conv_dw\..*")
 """Those of a conformer that it wants in float32."""
+_WHOLE_GRANITE = re.compile(r"a\.blk\.\d+\.(?:conv_.*|attn_rel_pos_emb)|a\.proj_query")
 _POSITIONS = "a.position_embd.weight"
 _NUM_WAVES = 1500
 """Positions that its files have of those that follow from nothing but their number."""
@@ -60,13 +62,16 @@ def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
     steps = []
     for info in map(view.info, view.names()):
         after = gguf_type(info.name, info.shape, info.dtype_name, kind)
-        if isinstance(spec.tower, ConformerSpec):
+        if label == "granite_speech":
+            after = "F32" if _WHOLE_GRANITE.fullmatch(info.name) else after
+        elif isinstance(spec.tower, ConformerSpec):
             after = "F32" if _WHOLE.fullmatch(info.name) else after
         elif info.name.startswith(_CONVOLVED) or info.name == _POSITIONS:
-            after = "F16" if info.name.endswith(".weight") and info.name != _POSITIONS else "F32"
+            is_short = info.name.endswith(".weight") and info.name != _POSITIONS and label != "musicflamingo"
+            after = "F16" if is_short else "F32"
         steps.append(Step.of(info, after))
     shapes = {step.name: step.shape for step in steps}
-    if isinstance(spec.tower, EarSpec) and not spec.tower.positions:
+    if isinstance(spec.tower, EarSpec) and spec.tower.front != "pairs" and not spec.tower.positions:
         steps.append(Step.made(_POSITIONS, waves(_NUM_WAVES, spec.tower.hidden_size)))
     keys = _keys(spec, label)
     found = hearing_from_gguf(ConfigReader(keys, "the file"), shapes)
@@ -75,26 +80,44 @@ def ear_part(source: Checkpoint, outtype: str) -> EarPart | None:
 
 
 class _EarView(CheckpointView):
-    """A folder's tower under the names of a GGUF file."""
+    """A folder's tower under the names of a GGUF file. Some of ours are other parts there than in a folder: a Granite Speech's
+    keys and values are two, and a batch norm's four tensors are two."""
 
     def __init__(self, source: Checkpoint, spec: HearingSpec, parts: dict[str, list[str]], label: str) -> None:
         super().__init__(source)
         self.format = "gguf"
         self._reader = open_reader(source)
+        self._tower = spec.tower
         self._ones = 1 if spec.tower.front == "line" else 2
         names = ear_names_in_gguf(spec.tower, EAR_PROJECTORS[label])
-        self._own = {each: own for ours, theirs in names.items() for each, own in zip(theirs, parts[ours], strict=True)}
+        self._shapes = ear_shapes(spec.tower)
+        same = {ours: len(theirs) == len(parts[ours]) for ours, theirs in names.items()}
+        self._own = {each: own for ours, theirs in names.items() if same[ours]
+                     for each, own in zip(theirs, parts[ours], strict=True)}  # fmt: skip
+        self._regrouped = {each: (parts[ours], place, len(theirs)) for ours, theirs in names.items() if not same[ours]
+                           for place, each in enumerate(theirs)}  # fmt: skip
         self._ours = {each: ours for ours, theirs in names.items() for each in theirs}
 
     def names(self) -> list[str]:
-        return list(self._own)
+        return list(self._ours)
 
     def info(self, name: str) -> TensorInfo:
+        if name in self._regrouped:
+            parts, _, count = self._regrouped[name]
+            first, (rows, *others) = self._inner.info(parts[0]), self._shapes[self._ours[name]]
+            is_table = self._ours[name].endswith(".table")
+            return TensorInfo(name, (rows // count, *others) if not is_table else tuple(others),
+                              "F32" if is_table else first.dtype_name, first.num_bytes)  # fmt: skip
         info = self._inner.info(self._own[name])
         kind = "F32" if self._is_exact(name) else info.dtype_name
         return TensorInfo(name, self._shape(name, info.shape), kind, info.num_bytes)
 
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
+        if name in self._regrouped:
+            parts, place, count = self._regrouped[name]
+            whole = put_together(self._ours[name], [read_whole(self._reader, each) for each in parts], self._tower)
+            part = whole.chunk(count)[place].view(self.info(name).shape)
+            return part if rows is None else part[slice(*rows)]
         own, ours = self._own[name], self._ours[name]
         if ours.endswith(".bounds"):
             return bounds_of(self._inner, [own])
@@ -114,6 +137,8 @@ class _EarView(CheckpointView):
             return *own, *(1,) * self._ones
         if self._ours[name].endswith(".kernel"):
             return own[0], own[-1]
+        if name.endswith((".conv_pw1.weight", ".conv_pw2.weight")):
+            return self._shapes[self._ours[name]]
         return own or (1,)
 
     def _is_exact(self, name: str) -> bool:
@@ -137,6 +162,13 @@ def _keys(spec: HearingSpec, label: str) -> dict[str, Any]:
         "clip.audio.attention.head_count": tower.num_heads, "clip.audio.num_mel_bins": tower.num_bins,
         "clip.audio.attention.layer_norm_epsilon": tower.eps,
     }  # fmt: skip
+    if isinstance(tower, EarSpec) and (shaw := tower.shaw) is not None:
+        keys |= {
+            "clip.audio.num_mel_bins": 2 * tower.num_bins, "clip.audio.chunk_size": shaw.block,
+            "clip.audio.conv_kernel_size": shaw.kernel, "clip.audio.max_pos_emb": shaw.farthest,
+            "clip.audio.projector.window_size": shaw.window, "clip.audio.projector.head_count": shaw.query_heads,
+            "clip.audio.projector.downsample_rate": shaw.window // shaw.queries,
+        } | ({"clip.audio.feature_layer": list(shaw.kept)} if shaw.kept else {})  # fmt: skip
     if isinstance(tower, EarSpec) and label == "voxtral":
         keys["clip.audio.projector.stack_factor"] = tower.joined
     return keys

@@ -22,6 +22,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear, ear_dtype
 from nanovllm_cli.models.ears_gguf import (
     EAR_PROJECTORS,
+    ear_label,
     ear_names_in_gguf,
     ear_projector_of,
     hearing_from_gguf,
@@ -163,7 +164,7 @@ def _check_tokens(senses: Senses, path: str | Path, control_tokens: Collection[s
 
 def _hears_as_known(read: ConfigReader) -> bool:
     """Whether a file that one sees by is also one that something here hears by."""
-    return hears_too(read) and read.text("clip.audio.projector_type", "none") in EAR_PROJECTORS
+    return hears_too(read) and ear_label(read) in EAR_PROJECTORS
 
 
 def _metadata(file: Checkpoint) -> ConfigReader:

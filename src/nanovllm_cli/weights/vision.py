@@ -174,6 +174,9 @@ def rows_of_parts(ours: str, count: int, shapes: Mapping[str, tuple[int, ...]]) 
     if module.endswith(".qkv") and kind in ("weight", "bias") and count == 3:  # queries are as wide as what they are made of
         width = shapes[f"{module}.weight"][1]
         return [width, (rows - width) // 2, (rows - width) // 2]
+    if module.endswith(".qkv") and kind == "weight" and count == 2:  # keys and values are one
+        width = shapes[ours][1]
+        return [width, rows - width]
     return [rows // count] * count
 
 
