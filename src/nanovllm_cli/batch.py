@@ -42,7 +42,8 @@ class Batch:
 
     token_ids    [T] int64
     positions    [T] int64, each token's position in its sequence as rotary angles and learned positions go by it; where there
-                 are images [3, T]: by time, by row and by column; or [4, T]: its own, by column, by row and by image
+                 are images [3, T]: by time, by row and by column; or [4, T]: its own, by column, by row and by image;
+                 below 0: it stands for a row of an encoder's, or for nothing, and no layer computes it
     rope_lens    [T] int64, length of the token's sequence as far as length-dependent rope scaling goes: the prompt's length,
                  or position + 1 for tokens after it
     query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T
@@ -139,6 +140,16 @@ class Batch:
             block_tables=taken.block_tables.gather(1, columns.clamp_max(width - 1)),
             logit_rows=self.logit_rows,
         )
+
+    def behind(self, lead: int, block_size: int) -> Batch:
+        """The same as of sequences that begin behind their first `lead` tokens, whole blocks of which none is here."""
+        tables = self.block_tables[:, lead // block_size :].contiguous()
+        return replace(self, kv_lens=self.kv_lens - lead, known_lens=self.known_lens - lead, block_tables=tables)
+
+    def among(self, count: int, lead: int, block_size: int) -> Batch:
+        """The same as of sequences that have `count` tokens, in the whole blocks of their first `lead`, and see all of these."""
+        lens, tables = torch.full_like(self.kv_lens, count), self.block_tables[:, : lead // block_size].contiguous()
+        return replace(self, kv_lens=lens, known_lens=lens, block_tables=tables)
 
     @property
     def num_tokens(self) -> int:

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from nanovllm_cli.mixer_spec import lead_of
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, VisionSpec
 
 RATE = 16_000
@@ -28,7 +29,7 @@ class EarSpec:
     both sides, a matrix, and positions that are sines and cosines and begin anew in each chunk (Qwen3-Omni). activation: of an
     MLP, down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
     joined: so many rows are one to the projector. projector: "two" layers with an activation between them, projector_size rows,
-    or "one"; projector_bias: of theirs.
+    or "one", or "none": the last norm gives what is read; projector_bias: of theirs.
     """
 
     num_bins: int
@@ -40,7 +41,7 @@ class EarSpec:
     intermediate_size: int
     out_size: int
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
-    projector: Literal["one", "two"]
+    projector: Literal["one", "two", "none"]
     projector_size: int = 0
     projector_bias: bool = False
     projector_activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "gelu"
@@ -179,7 +180,9 @@ class HearingSpec:
     is heard of it is not longer for that. least: samples that a sound is padded to by silence. most: pieces of a sound; 0: any
     number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
     does not write it. transcript: how it is asked for one. spectrogram: "whisper" of all of a sound, which is cut into pieces
-    then, or "universal" of each piece, of whose frames none reaches beyond its samples."""
+    then, or "universal" of each piece, of whose frames none reaches beyond its samples. leads: the decoder attends to one piece
+    beside its text, which begins behind its tokens (`CrossSpec`), and writes down what is said and nothing else; a sound is
+    not cut beforehand, as the next piece begins where what is said in one has ended."""
 
     tower: AnyEar
     tokens: ImageTokens
@@ -191,6 +194,7 @@ class HearingSpec:
     least: int = 0
     most: int = 0
     spectrogram: Literal["whisper", "universal"] = "whisper"
+    leads: bool = False
 
     @property
     def has_grid(self) -> bool:
@@ -223,13 +227,16 @@ class HearingSpec:
                 return False
             if placed != self.placed(sound, placed.start) or not placed.num_tokens:
                 return False
+            if self.leads and (placed.start or sound.heard != self.piece):
+                return False
             end = placed.end
         return end <= num_tokens
 
     def placed(self, sound: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
         assert isinstance(sound, Sound)
-        return PlacedImage(sound, start, 1, self.tower.num_made(sound.heard))
+        rows = self.tower.num_made(sound.heard)
+        return PlacedImage(sound, start, 1, rows, behind=lead_of(rows) - rows if self.leads else 0, leads=self.leads)
 
 
 Sense = VisionSpec | HearingSpec

@@ -12,6 +12,9 @@ from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
 
+LEAD = 16
+"""See `lead_of`: tokens of a block, unless somebody asks for others."""
+
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
@@ -102,7 +105,7 @@ class AttentionSpec:
     queries and keys are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are
     squares of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
     query_gains: of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a
-    mixture whose experts are of one matrix (K2 Horizon).
+    mixture whose experts are of one matrix (K2 Horizon). key_bias: whether keys have one, where qkv_bias (Whisper's do not).
     """
 
     num_heads: int
@@ -140,6 +143,7 @@ class AttentionSpec:
     gate_factor: float | None = None
     query_gains: tuple[float, ...] = ()
     values: MoESpec | None = None
+    key_bias: bool = True
 
     @property
     def past(self) -> ConvSpec:
@@ -225,6 +229,30 @@ class AttentionSpec:
         read_size, values = self.read_size or hidden_size, self.values
         idle = 0 if values is None else values.num_weights(read_size) - values.num_active(read_size)
         return self.num_weights(hidden_size) - idle
+
+
+@dataclass(frozen=True, slots=True)
+class CrossSpec:
+    """Attention to `rows` that an encoder has made of what was sent, behind a layer's own (Vaswani et al. 2017; Whisper): each
+    token sees all of them. What is kept of them lies in the layer's own cache, where a sequence begins: tokens in front of all
+    others stand for them, which the layer's own attention does not see. attention: its heads; it has no positions."""
+
+    attention: AttentionSpec
+    rows: int
+
+    @property
+    def lead(self) -> int:
+        """Tokens in front of a sequence."""
+        return lead_of(self.rows)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        return self.attention.num_weights(hidden_size)
+
+
+def lead_of(rows: int) -> int:
+    """Tokens that stand for an encoder's rows: as many, and what fills up the last block, behind which others begin."""
+    return -(-rows // LEAD) * LEAD
 
 
 @dataclass(frozen=True, slots=True)

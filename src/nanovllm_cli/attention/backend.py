@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import torch
 
@@ -86,10 +86,20 @@ class WholeRows(NamedTuple):
         return spec.window is not None or not self.in_windows
 
 
+class EncodedRows(NamedTuple):
+    """What an encoder has made [n, hidden] that tokens of a step stand for, the slots [n] int64 of these, and how many of each
+    one's sequence follow it here [n] int32, itself included; see `CrossSpec`."""
+
+    values: torch.Tensor
+    slots: torch.Tensor
+    run: torch.Tensor
+
+
 class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
     `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
-    entered: what the first layer read [T, hidden], where others do, too."""
+    entered: what the first layer read [T, hidden], where others do, too. encoded: what a step is to keep of an encoder's rows, of
+    whose tokens the batch has none; step is None where there are no others."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
@@ -97,6 +107,7 @@ class StepInputs(NamedTuple):
     distances: torch.Tensor | None = None
     asked: StepInputs | None = None
     entered: torch.Tensor | None = None
+    encoded: EncodedRows | None = None
 
     @property
     def positions(self) -> torch.Tensor:
@@ -193,3 +204,14 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """projected [T, 2 * channels], whose second half is z, x [T, channels] of `mix_inputs`, rates [T, channels] and both
         [T, 2 * N] fp32 -> [T, channels]: see `state_rules.selective_scan`, of each token's sequence."""
+
+
+@runtime_checkable
+class AttendsToEncoded(Protocol):
+    """What an AttentionBackend has beside the rest, where it attends to an encoder's rows (`CrossSpec`)."""
+
+    def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
+        """kv [n, 2 * K * D], of an encoder's rows: their keys and values are written to the cache."""
+
+    def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: Any) -> torch.Tensor:
+        """q [T, H * D] -> [T, H * D]: each token attends to all of an encoder's rows that its sequence begins with."""

@@ -44,6 +44,8 @@ class Transformer(Layers):
         x = self._norm("post_norm", x)
         if spec.joined > 1:
             x = _together(x, spec.joined).flatten(1)
+        if spec.projector == "none":
+            return TowerRows(x)
         if spec.projector == "one":
             return TowerRows(self._linear("projector.out", x))
         return TowerRows(self._two_layers("projector", x, spec.projector_activation))
@@ -106,6 +108,8 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
         matrix(f"layers.{i}.down", hidden, inner)
     norm("post_norm")
     joined = spec.joined * hidden
+    if spec.projector == "none":
+        return shapes
     if spec.projector == "one":
         matrix("projector.out", spec.out_size, joined, spec.projector_bias)
     else:

@@ -21,7 +21,7 @@ from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.vision import compared, read_parts, settings_of
 from nanovllm_cli.weights.weight_reader import WeightReader
 
-_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector|embed_audio)\.")
+_ROOT = re.compile(r"(?:model\.|thinker\.)?(audio_tower|multi_modal_projector|embed_audio|encoder)\.")
 _FRONT = "front0.weight", "front1.weight", "front2.weight"
 
 
@@ -32,7 +32,7 @@ def read_hearing(checkpoint: Checkpoint) -> HearingSpec | None:
     Raises CheckpointError for configs that are broken, UnsupportedError for what they ask and no tower here can be.
     """
     family = ear_family(checkpoint.config) if checkpoint.format == "hf" else None
-    if family is None or checkpoint.config.get("audio_config") is None:
+    if family is None or (family.section is not None and checkpoint.config.get(family.section) is None):
         return None
     if not any(_ROOT.match(name) for name in checkpoint.names()):
         return None
