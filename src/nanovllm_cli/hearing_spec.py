@@ -232,6 +232,13 @@ class HearingSpec:
             end = placed.end
         return end <= num_tokens
 
+    def window(self, sound: Sound, first: int) -> Sound:
+        """A piece of a sound that is not cut (`leads`), from frame `first` on. Where the sound has no more, it is zeros, as in
+        transformers and OpenAI's own code."""
+        row = 4 * sound.bins
+        values = sound.values[first * row : (first + self.piece) * row]
+        return Sound.of(values + bytes(self.piece * row - len(values)), self.piece, self.piece, sound.bins)
+
     def placed(self, sound: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
         assert isinstance(sound, Sound)

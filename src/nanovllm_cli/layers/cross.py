@@ -20,8 +20,7 @@ class Cross(Projected):
 
     def __init__(self, spec: AttentionSpec, hidden_size: int, kit: Kit) -> None:
         self.spec, self._whole = kit.own_mixer(spec), spec
-        assert isinstance(kit.backend, AttendsToEncoded), "its platform refuses such a model"
-        self.backend: AttendsToEncoded = kit.backend
+        self._backend = kit.backend
         q, kv = spec.num_heads * spec.head_dim, spec.num_kv_heads * spec.head_dim
         plain = AttentionSpec(
             spec.num_heads, spec.num_kv_heads, spec.head_dim, None, spec.qkv_bias, spec.out_bias, scale=spec.scale,
@@ -35,6 +34,11 @@ class Cross(Projected):
         self.q = Linear(hidden_size, {"cross_q": q}, kit, spec.qkv_bias, of_queries)
         self.kv = Linear(hidden_size, {"cross_k": kv, "cross_v": kv}, kit, spec.qkv_bias, of_kept)
         self.out = Linear(q, {"cross_o": hidden_size}, kit, spec.out_bias)
+
+    @property
+    def backend(self) -> AttendsToEncoded:
+        assert isinstance(self._backend, AttendsToEncoded), "platforms whose backends can't refuse such a model"
+        return self._backend
 
     def keep(self, rows: EncodedRows, cache: LayerCache) -> None:
         """Writes keys and values of an encoder's rows to the cache."""

@@ -1,8 +1,8 @@
 """Which families of models hear: what their configs say of it -> HearingSpec, and what their folders call a tower's tensors.
 
 config.json has the tower ("audio_config"; of a Whisper, beside the decoder). How a sound becomes a spectrogram is the same for
-all of them, Whisper's, but for Gemma 4 (`ears_gemma4.py`); a feature extractor whose settings say otherwise is refused. Both files
-are untrusted: whatever is read is bounded. Keys that a file leaves out have transformers' defaults.
+all of them, Whisper's, but for Gemma 4 (`ears_gemma4.py`); a feature extractor whose settings say otherwise is refused. Both
+files are untrusted: whatever is read is bounded. Keys that a file leaves out have transformers' defaults.
 """
 
 from __future__ import annotations

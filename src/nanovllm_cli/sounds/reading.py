@@ -103,6 +103,10 @@ def cut(samples: np.ndarray, spec: HearingSpec) -> tuple[Sound, ...]:
         alone = [universal_log_mel(samples[first : first + length], bins) for first in range(0, heard, length)]
         return tuple(Sound.of(values.astype("<f4").tobytes(), len(values), len(values), bins) for values in alone if len(values))
     padded = max(heard, spec.least)
+    if spec.leads:  # which of it is heard at once follows from what is said in it; silence fills up what is shorter than that
+        silence = np.zeros(max(0, spec.piece * HOP - heard), np.float32)
+        values = log_mel(np.concatenate([samples, silence]), bins)
+        return (Sound.of(values.astype("<f4").tobytes(), len(values), heard // HOP, bins),)
     if spec.padded:
         padded = -(-padded // (spec.piece * HOP)) * spec.piece * HOP
     values = log_mel(np.concatenate([samples, np.zeros(padded - heard, np.float32)]), bins)
