@@ -65,6 +65,7 @@ OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+_PLAIN = {"constraint": Constraint, "reasoning": ReasoningPhase, "transcript": TranscriptRules}
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 # Field -> most strings, most characters in each.
 STRING_LISTS: dict[str, tuple[int, int]] = {
@@ -224,14 +225,11 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("lora", _lora(self.lora))
-        if not isinstance(self.constraint, Constraint | None):
-            raise _refused("constraint", self.constraint, "a Constraint")
-        if not isinstance(self.reasoning, ReasoningPhase | None):
-            raise _refused("reasoning", self.reasoning, "a ReasoningPhase")
-        if not isinstance(self.transcript, TranscriptRules | None):
-            raise _refused("transcript", self.transcript, "TranscriptRules")
+        for name, kind in _PLAIN.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise _refused(name, getattr(self, name), f"a {kind.__name__}")
         if self.transcript is not None and self.is_guided:
-            raise UsageError("a transcript has rules of its own: it takes no constraint and no budget for reasoning")
+            raise UsageError("a transcript has rules of its own, and takes no constraint and no budget")
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.top_n_sigma < 0.0:

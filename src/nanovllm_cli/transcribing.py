@@ -1,4 +1,4 @@
-"""What is said in a sound, by a loaded Whisper (`LLM.transcribe`): each question of `text/dictation.py` is one to the engine."""
+"""What is said in a sound, by a loaded Whisper (`transcribe`): each question of `text/dictation.py` is one to the engine."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Transcript(NamedTuple):
 
 
 
-def transcribed(llm: LLM, sound: bytes | str, wishes: Wishes) -> Transcript:
+def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Transcript:
     """sound: a file's bytes, or a data URL. Raises as `passages_of`."""
     heard, passages = Heard(None, 0.0), []
     for step in passages_of(llm, sound, wishes):

@@ -206,7 +206,9 @@ class Sampler:
             if seq_id not in self._refused
         ]
         if masks is None:
-            self._put_rules(draws, logits)
+            for draw in draws:
+                if draw.state.rules is not None:
+                    draw.mask = draw.state.rules.allowed(as_rows(logits)[draw.row], draw.state.output_ids)
             guided = [draw for draw in draws if draw.state.guide is not None]
             first = [draw for draw in guided if draw.state.draws_first]
             self._put_masks([draw for draw in guided if not draw.state.draws_first])
@@ -220,15 +222,6 @@ class Sampler:
         self._put_logprobs(draws, logits)
         drawn = {draw.seq_id: draw.taken() for draw in draws}
         return [drawn.get(seq_id) or failed_draw(seq_id, self._refused[seq_id]) for seq_id in seq_ids]
-
-    def _put_rules(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
-        """What the rules of transcripts allow, which go by the logits, too."""
-        ruled = [draw for draw in draws if draw.state.rules is not None]
-        matrix = as_rows(logits) if ruled else None
-        for draw in ruled:
-            assert matrix is not None
-            assert draw.state.rules is not None
-            draw.mask = draw.state.rules.allowed(matrix[draw.row], draw.state.output_ids)
 
     def _put_masks(self, draws: Sequence[_Draw]) -> None:
         """What constraints allow. Whoever draws nothing, being at its end or in error, is settled."""
