@@ -27,9 +27,19 @@ TIMED = ("srt", "vtt", "verbose_json")
 
 
 class Dictation:
-    """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read."""
+    """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
+    turns: of as many as may be under way."""
 
-    def __init__(self, context: ServerContext, model: ServedModel, body: SoundRequest, task: Task, exchange: Exchange) -> None:
+    def __init__(
+        self,
+        context: ServerContext,
+        model: ServedModel,
+        body: SoundRequest,
+        task: Task,
+        exchange: Exchange,
+        turns: asyncio.Semaphore,
+    ) -> None:
+        self._turns = turns
         self._context, self._model, self._exchange = context, model, exchange
         self._task, self._body = task, body
         self._heard = Heard(None, 0.0)
@@ -70,6 +80,11 @@ class Dictation:
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The text, as it comes. Raises ApiError."""
+        async with self._turns, aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
         body, hearing = self._body, self._model.facts.hearing
         assert hearing is not None
         try:

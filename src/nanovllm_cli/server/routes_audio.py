@@ -19,6 +19,7 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.dictations import TIMED, Dictation, whole
 from nanovllm_cli.server.errors import JsonResponse
@@ -44,7 +45,7 @@ TranslationForm = Annotated[TranslationRequest, Body(media_type="multipart/form-
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes = form_router()
+    routes, turns = form_router(), asyncio.Semaphore(MOST_AT_ONCE)
 
     @routes.post("/audio/transcriptions", include_in_schema=False)
     @routes.post("/v1/audio/transcriptions", responses=answers(TranscriptionAnswer, streams=TranscriptEvent))
@@ -65,15 +66,17 @@ def router(context: ServerContext) -> APIRouter:
         if body.stream:
             if body.response_format in TIMED:
                 raise ApiError(400, f"response_format {body.response_format!r} is not streamed", param="response_format")
-            return context.stream(_frames(context, body, task, exchange))
-        return await while_connected(request, _whole(context, body, task, exchange))
+            return context.stream(_frames(context, body, task, exchange, turns))
+        return await while_connected(request, _whole(context, body, task, exchange, turns))
 
     return routes
 
 
-async def _whole(context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange) -> Response:
+async def _whole(
+    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
+) -> Response:
     async with context.use(body.model) as model:
-        if (dictation := _dictation(context, model, body, task, exchange)) is not None:
+        if (dictation := _dictation(context, model, body, task, exchange, turns)) is not None:
             await whole(dictation)
             if body.response_format == "json":
                 return JsonResponse({"text": dictation.text, "usage": dictation.usage})
@@ -87,10 +90,12 @@ async def _whole(context: ServerContext, body: SoundRequest, task: Task, exchang
             return JsonResponse({"text": text, "usage": _usage(generation)})
 
 
-async def _frames(context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange) -> AsyncGenerator[bytes, None]:
+async def _frames(
+    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
+) -> AsyncGenerator[bytes, None]:
     pieces: list[str] = []
     async with context.use(body.model) as model:
-        if (dictation := _dictation(context, model, body, task, exchange)) is not None:
+        if (dictation := _dictation(context, model, body, task, exchange, turns)) is not None:
             async with aclosing(dictation.pieces()) as further:
                 async for piece in further:
                     pieces.append(piece)
@@ -107,12 +112,12 @@ async def _frames(context: ServerContext, body: SoundRequest, task: Task, exchan
 
 
 def _dictation(
-    context: ServerContext, model: ServedModel, body: SoundRequest, task: Task, exchange: Exchange
+    context: ServerContext, model: ServedModel, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
 ) -> Dictation | None:
     """Of a Whisper; None for a model that is asked in a conversation. Raises ApiError for what such a one can't do."""
     hearing = model.facts.hearing
     if hearing is not None and hearing.leads:
-        return Dictation(context, model, body, task, exchange)
+        return Dictation(context, model, body, task, exchange, turns)
     if hearing is not None and task == "translate":
         told = f"the model {model.id!r} is no Whisper, and is asked for a translation in a conversation"
         raise ApiError(400, told, code="unsupported", param="model")
