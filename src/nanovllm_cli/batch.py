@@ -141,16 +141,6 @@ class Batch:
             logit_rows=self.logit_rows,
         )
 
-    def behind(self, lead: int, block_size: int) -> Batch:
-        """The same as of sequences that begin behind their first `lead` tokens, whole blocks of which none is here."""
-        tables = self.block_tables[:, lead // block_size :].contiguous()
-        return replace(self, kv_lens=self.kv_lens - lead, known_lens=self.known_lens - lead, block_tables=tables)
-
-    def among(self, count: int, lead: int, block_size: int) -> Batch:
-        """The same as of sequences that have `count` tokens, in the whole blocks of their first `lead`, and see all of these."""
-        lens, tables = torch.full_like(self.kv_lens, count), self.block_tables[:, : lead // block_size].contiguous()
-        return replace(self, kv_lens=lens, known_lens=lens, block_tables=tables)
-
     @property
     def num_tokens(self) -> int:
         return self.token_ids.shape[0]

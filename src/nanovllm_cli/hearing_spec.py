@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
-from nanovllm_cli.mixer_spec import lead_of
+from nanovllm_cli.cross_spec import lead_of
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, VisionSpec
 
 RATE = 16_000

@@ -12,9 +12,6 @@ from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
 
-LEAD = 16
-"""See `lead_of`: tokens of a block, unless somebody asks for others."""
-
 
 @dataclass(frozen=True, slots=True)
 class IndexerSpec:
@@ -229,30 +226,6 @@ class AttentionSpec:
         read_size, values = self.read_size or hidden_size, self.values
         idle = 0 if values is None else values.num_weights(read_size) - values.num_active(read_size)
         return self.num_weights(hidden_size) - idle
-
-
-@dataclass(frozen=True, slots=True)
-class CrossSpec:
-    """Attention to `rows` that an encoder has made of what was sent, behind a layer's own (Vaswani et al. 2017; Whisper): each
-    token sees all of them. What is kept of them lies in the layer's own cache, where a sequence begins: tokens in front of all
-    others stand for them, which the layer's own attention does not see. attention: its heads; it has no positions."""
-
-    attention: AttentionSpec
-    rows: int
-
-    @property
-    def lead(self) -> int:
-        """Tokens in front of a sequence."""
-        return lead_of(self.rows)
-
-    def num_weights(self, hidden_size: int) -> int:
-        """Numbers in it, in a model of this width; norms left out."""
-        return self.attention.num_weights(hidden_size)
-
-
-def lead_of(rows: int) -> int:
-    """Tokens that stand for an encoder's rows: as many, and what fills up the last block, behind which others begin."""
-    return -(-rows // LEAD) * LEAD
 
 
 @dataclass(frozen=True, slots=True)

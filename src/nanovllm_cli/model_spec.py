@@ -9,7 +9,8 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm_cli.mixer_spec import AttentionSpec, CrossSpec, MixerSpec, PairSpec, attention_in, state_in
+from nanovllm_cli.cross_spec import CrossSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
 from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec

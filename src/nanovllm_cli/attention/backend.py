@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
@@ -84,15 +85,6 @@ class WholeRows(NamedTuple):
     def counts_in(self, spec: AttentionSpec) -> bool:
         """Whether they do in this layer."""
         return spec.window is not None or not self.in_windows
-
-
-class EncodedRows(NamedTuple):
-    """What an encoder has made [n, hidden] that tokens of a step stand for, the slots [n] int64 of these, and how many of each
-    one's sequence follow it here [n] int32, itself included; see `CrossSpec`."""
-
-    values: torch.Tensor
-    slots: torch.Tensor
-    run: torch.Tensor
 
 
 class StepInputs(NamedTuple):
@@ -204,14 +196,3 @@ class AttentionBackend(CacheLayout, Protocol):
     ) -> torch.Tensor:
         """projected [T, 2 * channels], whose second half is z, x [T, channels] of `mix_inputs`, rates [T, channels] and both
         [T, 2 * N] fp32 -> [T, channels]: see `state_rules.selective_scan`, of each token's sequence."""
-
-
-@runtime_checkable
-class AttendsToEncoded(Protocol):
-    """What an AttentionBackend has beside the rest, where it attends to an encoder's rows (`CrossSpec`)."""
-
-    def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
-        """kv [n, 2 * K * D], of an encoder's rows: their keys and values are written to the cache."""
-
-    def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: Any) -> torch.Tensor:
-        """q [T, H * D] -> [T, H * D]: each token attends to all of an encoder's rows that its sequence begins with."""

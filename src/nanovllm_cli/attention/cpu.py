@@ -12,27 +12,28 @@ import torch
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
-    EncodedRows,
     HeadNorms,
     IndexInputs,
     LatentWeights,
     ScanWeights,
     WholeRows,
 )
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import conv, cpu, delta, scan
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.mixer_spec import AttentionSpec, CrossSpec, IndexerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec
 
 
 class Elsewhere(NamedTuple):
-    """Of the same tokens as of sequences that are other parts of theirs: see `Batch.in_chunks` and `Batch.among`."""
+    """Of the same tokens as of sequences that are other parts of theirs: see `Batch.in_chunks` and `encoded.among`."""
 
     block_tables: torch.Tensor
     tiles: dict[int, torch.Tensor]
@@ -146,9 +147,9 @@ class CpuAttention:
             parts = batch.in_chunks(self.chunk, cpu.BLOCK)
             chunks = Elsewhere(parts.block_tables, self._tiles(parts))
         if self.cross is not None:
-            there = batch.among(self.cross.rows, self.cross.lead, cpu.BLOCK)
+            there = among(batch, self.cross.rows, self.cross.lead, cpu.BLOCK)
             encoded = Elsewhere(there.block_tables, self._tiles(there))
-            batch = batch.behind(self.cross.lead, cpu.BLOCK)
+            batch = behind(batch, self.cross.lead, cpu.BLOCK)
         tables, tiles = batch.block_tables, self._tiles(batch)
         return CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
 

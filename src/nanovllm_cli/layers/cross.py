@@ -5,7 +5,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.attention.backend import AttendsToEncoded, EncodedRows, StepInputs
+from nanovllm_cli.attention.backend import StepInputs
+from nanovllm_cli.attention.encoded import AttendsToEncoded, EncodedRows
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Cut, Kit

@@ -8,7 +8,8 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, EncodedRows, StepInputs, WholeRows
+from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
+from nanovllm_cli.attention.encoded import EncodedRows, taken_apart
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
@@ -113,7 +114,8 @@ class Decoder:
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
         if self.spec.cross is not None and bool((batch.positions < 0).any()):
-            return self._prepared_with_encoded(batch)
+            text, encoded = taken_apart(batch, self.device)
+            return (StepInputs(batch, {}, None) if text is None else self.prepare(text))._replace(encoded=encoded)
         there, whole = batch.to(self.device), None
         if batch.whole is not None and there.whole is not None:
             apart = batch.taken(batch.whole.rows, batch.whole.numbers)
@@ -123,21 +125,6 @@ class Decoder:
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
-
-    def _prepared_with_encoded(self, batch: Batch) -> StepInputs:
-        """Of a step some of whose tokens stand for an encoder's rows: of these keys and values are kept, and they are no tokens
-        to any layer."""
-        is_text, encoded = batch.positions >= 0, None
-        if (images := batch.images) is not None:
-            kept = batch.taken(images.rows.cpu())
-            ends = torch.repeat_interleave(kept.query_starts[1:], kept.query_starts.diff())
-            run = ends - torch.arange(len(ends), dtype=torch.int32)
-            encoded = EncodedRows(images.values, kept.slots.to(self.device), run.to(self.device))
-        if not is_text.any():
-            return StepInputs(batch, {}, None, encoded=encoded)
-        rows = is_text.nonzero()[:, 0]
-        text = batch.taken(rows)
-        return self.prepare(replace(text, logit_rows=torch.searchsorted(rows, batch.logit_rows)))._replace(encoded=encoded)
 
     def inputs(self, batch: Batch, step: Any) -> StepInputs:
         """Of a batch on the device, and what the attention backend has made of it."""

@@ -11,8 +11,8 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import CrossSpec
 from nanovllm_cli.model_spec import EntrySpec, ModelSpec
 from nanovllm_cli.models.bert import LONE
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
