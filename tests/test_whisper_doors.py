@@ -71,7 +71,7 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     code, out, _ = doors.command("run", str(folder), "--audio", sound, "--language", "de", "--json", *ARGS)
     record = json.loads(out)
     assert code == 0
-    assert record["answers"][0]["content"].strip() == told.text
+    assert record["answers"][0]["text"].strip() == told.text
 
 
 @pytest.mark.parametrize(
@@ -80,10 +80,10 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
         (("hello",), "writes down what is said in one sound"),
         (("--audio", "SOUND", "--audio", "SOUND"), "one sound, and this is about 2"),
         (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
-        (("--audio", "SOUND", "-n", "5", "--n", "2"), "n has no meaning for a transcript"),
-        (("--audio", "SOUND", "--continue", "--translate"), "exclude each other"),
+        (("--audio", "SOUND", "--num-answers", "2"), "--num-answers has no meaning for a transcript"),
+        (("--audio", "SOUND", "--continue", "--translate"), "cannot be used together"),
         (("--audio", "SOUND", "--subtitles", "ass"), "srt"),
-        (("--batch", "SOUND", "--language", "de"), "exclude each other"),
+        (("--batch", "SOUND", "--language", "de"), "cannot be used together"),
     ],
 )  # fmt: skip
 def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:

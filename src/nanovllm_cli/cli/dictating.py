@@ -18,7 +18,10 @@ if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
     from nanovllm_cli.llm import LLM
 
-_ONLY = ("n", "logprobs", "stop", "constraint", "reasoning_budget")
+_ONLY = {
+    "n": "--num-answers", "logprobs": "--logprobs", "stop": "--stop", "constraint": "a form of the answer",
+    "reasoning_budget": "--reasoning-budget",
+}  # fmt: skip
 """Of an answer that somebody gives; a transcript has none of it."""
 
 
@@ -98,7 +101,7 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     if len(question.sounds) != 1 or not is_sound(question.sounds[0]):
         told = f"{llm.name} writes down what is said in one sound, and this is about {len(question.sounds) or 'none'}"
         raise UsageError(told, f"for example: nanovllm run {llm.name} --audio talk.wav")
-    unknown = sorted(name for name in _ONLY if given.get(name) not in (None, 1))
+    unknown = [flag for name, flag in _ONLY.items() if given.get(name) not in (None, 1, ())]
     if unknown:
         raise UsageError(f"{unknown[0]} has no meaning for a transcript", "leave it out")
     sampling: dict[str, Any] = {name: value for name, value in given.items() if name not in ("temperature", *_ONLY)}

@@ -29,6 +29,8 @@ from nanovllm_cli.vision_spec import Clip, TokenIds
 STEP = round(SECONDS * RATE / HOP)
 """Frames between two times."""
 TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SEED = 0
+"""Of what is drawn, where nobody names one: a sound has one transcript."""
 FORGETS_ABOVE = 0.5
 """The temperature from which on a text is no beginning of the next."""
 
@@ -169,7 +171,7 @@ def _written(
     temperatures = TEMPERATURES if wishes.temperature is None else (wishes.temperature,)
     text = None
     for temperature in temperatures:
-        own = {"max_tokens": None, "logprobs": 0, **wishes.sampling, "temperature": temperature}
+        own = {"max_tokens": None, "logprobs": 0, "seed": SEED, **wishes.sampling, "temperature": temperature}
         params = SamplingParams(transcript=scribe.rules(timed=timed), stop_token_ids=(scribe.end,), **own)
         drawn = yield from _asked(prompt, params)
         ids = [each for each in drawn.token_ids if each != scribe.end]
