@@ -300,6 +300,19 @@ def test_what_is_no_whisper_is_refused() -> None:
             read(ConfigReader(config, "config.json"), ConfigReader(settings.values | wrong, "preprocessor_config.json"))
 
 
+def test_a_key_that_is_left_out_changes_nothing() -> None:
+    """Of a config that has transformers' defaults."""
+    from transformers import WhisperConfig
+
+    whole, none = WhisperConfig().to_dict(), ConfigReader({}, "preprocessor_config.json")
+    read = EARS["WhisperForConditionalGeneration"].read
+    expected = spec_from_hf(whole, WHISPER), read(ConfigReader(whole, "config.json"), none)
+    assert (expected[0].vocab_size, expected[0].max_position, expected[1].piece) == (51865, 1504 + 448, 3000)
+    for key in whole:
+        less = {name: value for name, value in whole.items() if name != key}
+        assert (spec_from_hf(less, WHISPER), read(ConfigReader(less, "config.json"), none)) == expected, key
+
+
 def test_a_gpu_refuses_it(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         spec = read_spec(checkpoint, open_reader(checkpoint))
