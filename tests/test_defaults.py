@@ -154,6 +154,7 @@ OTHER_TOWERS = {
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
     "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused
+    "WhisperForConditionalGeneration",  # is one with its decoder: test_whisper.py
 }  # fmt: skip
 
 
@@ -175,7 +176,7 @@ def test_nor_does_it_change_a_tower(architecture: str) -> None:
                 assert spec(whole | {part: less}) == expected, key
 
 
-IN_ONE_PIECE = {"YoutuVLForConditionalGeneration"}  # whose config says all of the whole
+IN_ONE_PIECE = {"YoutuVLForConditionalGeneration", "WhisperForConditionalGeneration"}  # whose config says all of the whole
 
 
 @pytest.mark.parametrize("architecture", [

@@ -74,7 +74,7 @@ def refusal(name: str, value: object) -> str:
 
 
 def test_every_field_is_bounded_by_some_test_here() -> None:
-    elsewhere = {"samplers"}  # test_sampling_chain.py
+    elsewhere = {"samplers", "transcript"}  # test_sampling_chain.py, test_whisper.py
     tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, *elsewhere, "logit_bias", "lora", "constraint", "reasoning"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == tested
 

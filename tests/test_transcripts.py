@@ -323,7 +323,8 @@ def test_neither_a_file_nor_messages_wait_for_the_end_of_an_answer(server: Serve
 
     async def run() -> None:
         form_ = TranscriptionRequest.model_validate({"file": SOUND, "model": "fake"})
-        async with routes_audio._generation(server.context, form_, Exchange("1", "POST", "/")) as generation:
+        model, exchange = server.models.served["fake"], Exchange("1", "POST", "/")
+        async with routes_audio._generation(server.context, model, form_, exchange) as generation:
             assert form_.file == b""
             assert [event async for event in generation]
         chat = ChatRequest.model_validate({"model": "fake", "messages": [{"role": "user", "content": content}]})
@@ -357,8 +358,11 @@ def test_what_cannot_be_transcribed_is_told(server: Server, tokenizer: Tokenizer
         ((FILE, ("temperature", b"9e9")), "at most 100", "temperature"),
         ((FILE, ("stream", b"perhaps")), "true or false", "stream"),
         ((FILE, ("response_format", b"srt")), "has times", "response_format"),
-        ((FILE, ("response_format", b"yaml")), "'json' or 'text'", "response_format"),
+        ((FILE, ("response_format", b"verbose_json")), "has times", "response_format"),
+        ((FILE, ("response_format", b"diarized_json")), "has speakers", "response_format"),
+        ((FILE, ("response_format", b"yaml")), "'json', 'text'", "response_format"),
         ((FILE, ("timestamp_granularities[]", b"word")), "not supported", "timestamp_granularities"),
+        ((FILE, ("timestamp_granularities[]", b"segment")), "verbose_json", "timestamp_granularities"),
         ((FILE, ("languages[]", b"en"), ("languages[]", b"de")), "not supported", "languages"),
         ((FILE, ("keywords[]", b"Ljubljana")), "keywords is not supported", "keywords"),
         ((FILE, ("include[]", b"logprobs")), "not supported", "include"),
@@ -372,6 +376,9 @@ def test_what_cannot_be_transcribed_is_told(server: Server, tokenizer: Tokenizer
     assert server.post(FILE, ("max_completion_tokens", b"3")).json()["text"] == "Hello there."
     assert "context_length_exceeded" in server.post(FILE, ("stream", b"true")).text
     assert Server(tokenizer, None).told(FILE) == (400, "the model 'fake' hears nothing", "model")
+    answer = server.post(FILE, path="/v1/audio/translations")
+    assert (answer.status_code, answer.json()["error"]["param"]) == (400, "model")
+    assert "no Whisper" in answer.json()["error"]["message"]
 
 
 def test_only_forms_and_only_from_here(server: Server, tokenizer: Tokenizer) -> None:

@@ -25,9 +25,14 @@ if TYPE_CHECKING:
     from nanovllm_cli.images.source import data_url
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.text.dictation import Wishes
+    from nanovllm_cli.transcribing import transcribe
 
 __version__ = "0.1.0"
-__all__ = ["LLM", "CompletionOutput", "EngineConfig", "NanovllmError", "RequestOutput", "SamplingParams", "data_url"]
+__all__ = [
+    "LLM", "CompletionOutput", "EngineConfig", "NanovllmError", "RequestOutput", "SamplingParams", "Wishes", "data_url",
+    "transcribe",
+]  # fmt: skip
 
 _HOMES = {
     "LLM": "llm",
@@ -36,7 +41,9 @@ _HOMES = {
     "NanovllmError": "errors",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "sampling_params",
+    "Wishes": "text.dictation",
     "data_url": "images.source",
+    "transcribe": "transcribing",
 }
 
 

@@ -42,7 +42,8 @@ class Batch:
 
     token_ids    [T] int64
     positions    [T] int64, each token's position in its sequence as rotary angles and learned positions go by it; where there
-                 are images [3, T]: by time, by row and by column; or [4, T]: its own, by column, by row and by image
+                 are images [3, T]: by time, by row and by column; or [4, T]: its own, by column, by row and by image;
+                 below 0: it stands for a row of an encoder's, or for nothing, and no layer computes it
     rope_lens    [T] int64, length of the token's sequence as far as length-dependent rope scaling goes: the prompt's length,
                  or position + 1 for tokens after it
     query_starts [B + 1] int32, where each sequence's tokens begin in T; the last entry is T

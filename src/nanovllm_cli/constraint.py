@@ -15,6 +15,7 @@ ConstraintKind = Literal["json_object", "json_schema", "regex", "choice", "lark"
 
 MAX_CONSTRAINT_CHARS = 1 << 18
 MAX_TAG_CHARS = 64
+MAX_BANS = 4096
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +36,31 @@ class Constraint:
             )
         if not isinstance(self.text, str) or len(self.text) > MAX_CONSTRAINT_CHARS:
             raise UsageError(f"a constraint has at most {MAX_CONSTRAINT_CHARS} characters")
+
+
+@dataclass(frozen=True, slots=True)
+class TranscriptRules:
+    """That an answer is what a Whisper writes down, by the rules of OpenAI's decoding (Radford et al. 2022).
+
+    bans: tokens that are never drawn; first_bans: nor as an answer's first. end: the token that ends one, in front of which all
+    are text. first_time: of the tokens that are times, to the end of the vocabulary, the first; None: it has none. With times an
+    answer begins with one, of the first `latest` + 1 if that is given; they come in pairs, the end of a passage and the beginning
+    of the next, and one alone before the end; none is earlier than those before. Where all times together are likelier than any
+    other token, one of them is drawn.
+    """
+
+    end: int
+    bans: tuple[int, ...] = ()
+    first_bans: tuple[int, ...] = ()
+    first_time: int | None = None
+    latest: int | None = None
+
+    def __post_init__(self) -> None:
+        ids = (self.end, *self.bans, *self.first_bans, *(each for each in (self.first_time, self.latest) if each is not None))
+        if len(ids) > MAX_BANS or any(type(each) is not int or not 0 <= each < 2**31 for each in ids):
+            raise UsageError(f"rules of a transcript are token ids, {MAX_BANS} at most")
+        if self.first_time is not None and self.first_time <= self.end:
+            raise UsageError("a transcript's times are tokens behind the one that ends it")
 
 
 @dataclass(frozen=True, slots=True)

@@ -11,6 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
+from nanovllm_cli.cross_spec import lead_of
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, VisionSpec
 
 RATE = 16_000
@@ -54,7 +55,7 @@ class EarSpec:
     sees_silence: also what only fills up a piece is seen by its layers. activation: of an MLP,
     down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
     joined: so many rows are one to the projector. projector: "two" layers with an activation between them, projector_size rows,
-    or "one"; projector_bias: of theirs.
+    or "one", or "none": the last norm gives what is read; projector_bias: of theirs.
     """
 
     num_bins: int
@@ -66,7 +67,7 @@ class EarSpec:
     intermediate_size: int
     out_size: int
     activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"]
-    projector: Literal["one", "two", "queries"]
+    projector: Literal["one", "two", "queries", "none"]
     projector_size: int = 0
     projector_bias: bool = False
     projector_activation: Literal["silu", "gelu", "gelu_tanh", "quick_gelu"] = "gelu"
@@ -218,7 +219,9 @@ class HearingSpec:
     number. around: what stands in front of a sound's tokens and behind them, where a chat template knows nothing of sounds and
     does not write it. transcript: how it is asked for one. spectrogram: "whisper" of all of a sound, which is cut into pieces
     then; "apart": the same of each piece by itself; "universal": of each piece, of whose frames none reaches beyond its
-    samples; "pairs": an even number of frames, as torchaudio makes them."""
+    samples; "pairs": an even number of frames, as torchaudio makes them. leads: the decoder attends to one piece beside its text,
+    which begins behind its tokens (`CrossSpec`), and writes down what is said and nothing else; a sound is not cut beforehand, as
+    the next piece begins where what is said in one has ended."""
 
     tower: AnyEar
     tokens: ImageTokens
@@ -230,6 +233,7 @@ class HearingSpec:
     least: int = 0
     most: int = 0
     spectrogram: Literal["whisper", "apart", "universal", "pairs"] = "whisper"
+    leads: bool = False
 
     @property
     def has_grid(self) -> bool:
@@ -269,13 +273,23 @@ class HearingSpec:
                 return False
             if placed != self.placed(sound, placed.start) or not placed.num_tokens:
                 return False
+            if self.leads and (placed.start or sound.heard != self.piece):
+                return False
             end = placed.end
         return end <= num_tokens
+
+    def window(self, sound: Sound, first: int) -> Sound:
+        """A piece of a sound that is not cut (`leads`), from frame `first` on. Where the sound has no more, it is zeros, as in
+        transformers and OpenAI's own code."""
+        row = 4 * sound.bins
+        values = sound.values[first * row : (first + self.piece) * row]
+        return Sound.of(values + bytes(self.piece * row - len(values)), self.piece, self.piece, sound.bins)
 
     def placed(self, sound: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
         assert isinstance(sound, Sound)
-        return PlacedImage(sound, start, 1, self.tower.num_made(sound.heard))
+        rows = self.tower.num_made(sound.heard)
+        return PlacedImage(sound, start, 1, rows, behind=lead_of(rows) - rows if self.leads else 0, leads=self.leads)
 
 
 Sense = VisionSpec | HearingSpec

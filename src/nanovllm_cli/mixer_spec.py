@@ -102,7 +102,7 @@ class AttentionSpec:
     queries and keys are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are
     squares of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
     query_gains: of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a
-    mixture whose experts are of one matrix (K2 Horizon).
+    mixture whose experts are of one matrix (K2 Horizon). key_bias: whether keys have one, where qkv_bias (Whisper's do not).
     """
 
     num_heads: int
@@ -140,6 +140,7 @@ class AttentionSpec:
     gate_factor: float | None = None
     query_gains: tuple[float, ...] = ()
     values: MoESpec | None = None
+    key_bias: bool = True
 
     @property
     def past(self) -> ConvSpec:

@@ -9,6 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
 from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.norm_spec import NormSpec
@@ -51,7 +52,8 @@ class BlockSpec:
     "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of "pre"
     (Hy4). gated_norms: those of its norms, by name, whose numbers are times the sigmoids of as many, which two matrices make of
     them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has one of both: r is the size of the checkpoint's
-    number of a column times this. factors (Talkie): of "pre", of what its mixer, its MLP and, once more, the entry add."""
+    number of a column times this. factors (Talkie): of "pre", of what its mixer, its MLP and, once more, the entry add. cross: of
+    "pre" with both, x += cross(norm(x)) between the two (Whisper)."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -64,12 +66,14 @@ class BlockSpec:
     gate_rank: int = 0
     rate: float | None = None
     factors: tuple[float, float, float] | None = None
+    cross: CrossSpec | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
         lacking = {"attention_norm": self.mixer is None or self.bare, "mlp_norm": self.mlp is None}
-        return tuple(name for name in _NORMS[self.order] if not lacking.get(name))
+        names = [name for name in _NORMS[self.order] if not lacking.get(name)]
+        return tuple(names) if self.cross is None else (*names, "cross_norm")
 
     @property
     def has_halves(self) -> bool:
@@ -83,7 +87,8 @@ class BlockSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         gates = hidden_size * (2 * self.gate_rank * len(self.gated_norms) + (self.rate is not None))
-        return gates + sum(part.num_weights(hidden_size) for part in (self.mixer, self.mlp, self.streams) if part is not None)
+        parts = (self.mixer, self.mlp, self.streams, self.cross)
+        return gates + sum(part.num_weights(hidden_size) for part in parts if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
@@ -244,6 +249,11 @@ class ModelSpec:
     def attention(self) -> AttentionSpec:
         """The first one: in most models, but for windows and positions, every one."""
         return self.attentions[0]
+
+    @property
+    def cross(self) -> CrossSpec | None:
+        """The first layer's, which is as all others'; None of a model that has no encoder."""
+        return self.blocks[0].cross
 
     @property
     def chunk(self) -> int | None:

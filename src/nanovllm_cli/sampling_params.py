@@ -13,7 +13,7 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
-from nanovllm_cli.constraint import Constraint, ReasoningPhase
+from nanovllm_cli.constraint import Constraint, ReasoningPhase, TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.samplers import MAX_STEPS, sampler_names
 
@@ -65,6 +65,7 @@ OPTIONAL_INT_BOUNDS: dict[str, tuple[int, int]] = {
     "logprobs": (0, MAX_LOGPROBS),
     "prompt_logprobs": (0, MAX_LOGPROBS),
 }
+_PLAIN = {"constraint": Constraint, "reasoning": ReasoningPhase, "transcript": TranscriptRules}
 _FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 # Field -> most strings, most characters in each.
 STRING_LISTS: dict[str, tuple[int, int]] = {
@@ -124,7 +125,8 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     lora: which of the engine's adapters (`EngineConfig.lora_modules`) compute it: a name, a list of names, or a mapping of names
         to what each is multiplied by.
-    constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it.
+    constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it. transcript:
+        that it is a Whisper's, with or without times.
 
     As llama.cpp means them:
 
@@ -197,6 +199,7 @@ class SamplingParams:
     lora: Sequence[Lora] = ()
     constraint: Constraint | None = None
     reasoning: ReasoningPhase | None = None
+    transcript: TranscriptRules | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in FLOAT_BOUNDS.items():
@@ -222,10 +225,11 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", _biases(self.logit_bias))
         self._set("lora", _lora(self.lora))
-        if not isinstance(self.constraint, Constraint | None):
-            raise _refused("constraint", self.constraint, "a Constraint")
-        if not isinstance(self.reasoning, ReasoningPhase | None):
-            raise _refused("reasoning", self.reasoning, "a ReasoningPhase")
+        for name, kind in _PLAIN.items():
+            if not isinstance(getattr(self, name), kind | None):
+                raise _refused(name, getattr(self, name), f"a {kind.__name__}")
+        if self.transcript is not None and self.is_guided:
+            raise UsageError("a transcript has rules of its own, and takes no constraint and no budget")
         if self.top_k == -1:
             self._set("top_k", 0)
         if self.top_n_sigma < 0.0:

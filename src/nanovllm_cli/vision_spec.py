@@ -30,7 +30,8 @@ class PlacedImage(NamedTuple):
     whole: its tokens see all of it, those behind them, too, so that one step has them all; in_windows: only in layers with a
     window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
     but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
-    behind: so many tokens behind those that stand for it belong to what is whole (PaliGemma's prompt).
+    behind: so many tokens behind those that stand for it belong to what is whole (PaliGemma's prompt), or fill up its blocks.
+    leads: it is in front of a prompt and no part of the text, which begins behind it; see `CrossSpec`.
     canvas: with a grid that it shares with others; `start` is then a token in front of its lines, which is read as any other, as
     are those behind.
     """
@@ -47,6 +48,7 @@ class PlacedImage(NamedTuple):
     ordinal: int = 0
     canvas: Canvas | None = None
     behind: int = 0
+    leads: bool = False
 
     @property
     def num_tokens(self) -> int:
@@ -78,6 +80,8 @@ class PlacedImage(NamedTuple):
     @property
     def extent(self) -> int:
         """Rotary positions that it takes."""
+        if self.leads:
+            return 0
         if self.canvas is not None:
             return self.canvas.extent
         return max(self.rows, self.columns) if self.has_grid else self.num_tokens

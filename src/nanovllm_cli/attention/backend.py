@@ -6,6 +6,7 @@ from typing import Any, NamedTuple, Protocol
 
 import torch
 
+from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import HeadMatrices
@@ -90,7 +91,8 @@ class WholeRows(NamedTuple):
 class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
     `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
-    entered: what the first layer read [T, hidden], where others do, too."""
+    entered: what the first layer read [T, hidden], where others do, too. encoded: what a step is to keep of an encoder's rows, of
+    whose tokens the batch has none; step is None where there are no others."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
@@ -98,6 +100,7 @@ class StepInputs(NamedTuple):
     distances: torch.Tensor | None = None
     asked: StepInputs | None = None
     entered: torch.Tensor | None = None
+    encoded: EncodedRows | None = None
 
     @property
     def positions(self) -> torch.Tensor:

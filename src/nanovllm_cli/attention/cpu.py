@@ -19,8 +19,10 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import conv, cpu, delta, scan, wkv
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
@@ -32,8 +34,8 @@ from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 
-class Chunks(NamedTuple):
-    """Of the same tokens as of sequences that begin with their chunks: see `Batch.in_chunks`."""
+class Elsewhere(NamedTuple):
+    """Of the same tokens as of sequences that are other parts of theirs: see `Batch.in_chunks` and `encoded.among`."""
 
     block_tables: torch.Tensor
     tiles: dict[int, torch.Tensor]
@@ -43,7 +45,8 @@ class CpuStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], how many tokens of its sequence follow each token in this step (itself
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
     with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has. chunks: for layers
-    that see no further than those. chosen: what the last layer whose tokens chose has found, if any did."""
+    that see no further than those. chosen: what the last layer whose tokens chose has found, if any did. encoded: for attention
+    to an encoder's rows; block tables are of what is behind those then."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -55,7 +58,8 @@ class CpuStep(NamedTuple):
     states: torch.Tensor
     chosen: list[Chosen]
     whole: WholeRows | None = None
-    chunks: Chunks | None = None
+    chunks: Elsewhere | None = None
+    encoded: Elsewhere | None = None
 
     @property
     def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -67,8 +71,9 @@ class CpuStep(NamedTuple):
         """All that kernels read, in a fixed order."""
         yield from (self.slots, self.block_tables, self.run, self.query_starts, self.kv_lens, self.known_lens, self.states)
         yield from self.tiles.values()
-        if self.chunks is not None:
-            yield from (self.chunks.block_tables, *self.chunks.tiles.values())
+        for other in (self.chunks, self.encoded):
+            if other is not None:
+                yield from (other.block_tables, *other.tiles.values())
 
 
 class CpuBlocks:
@@ -97,7 +102,8 @@ class CpuBlocks:
 class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
-    CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`."""
+    CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`. cross: what layers attend to beside their own
+    sequence, if to anything."""
 
     chooses = True
     groups: set[int]
@@ -105,6 +111,7 @@ class CpuAttention:
     cache_dtypes: tuple[torch.dtype, torch.dtype]
     max_guesses: int = 0
     chunk: int | None = None
+    cross: CrossSpec | None = None
     _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
@@ -141,12 +148,16 @@ class CpuAttention:
         else:
             left = np.repeat(starts[1:], np.diff(starts)) - np.arange(count, dtype=np.int32)
         run = torch.from_numpy(left)
-        lengths, chunks = (batch.kv_lens, batch.known_lens), None
+        lengths, chunks, encoded = (batch.kv_lens, batch.known_lens), None, None
         if self.chunk is not None:
             parts = batch.in_chunks(self.chunk, cpu.BLOCK)
-            chunks = Chunks(parts.block_tables, self._tiles(parts))
-        tiles = self._tiles(batch)
-        return CpuStep(batch.slots, batch.block_tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks)
+            chunks = Elsewhere(parts.block_tables, self._tiles(parts))
+        if self.cross is not None:
+            there = among(batch, self.cross.rows, self.cross.lead, cpu.BLOCK)
+            encoded = Elsewhere(there.block_tables, self._tiles(there))
+            batch = behind(batch, self.cross.lead, cpu.BLOCK)
+        tables, tiles = batch.block_tables, self._tiles(batch)
+        return CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
 
     def _tiles(self, batch: Batch) -> dict[int, torch.Tensor]:
         return {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}
@@ -181,6 +192,18 @@ class CpuAttention:
         if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step, both_ways=True)
         return out
+
+    def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
+        (k, v), none = cache, torch.empty(len(kv), 0)
+        cpu.rope_and_cache(
+            kv, 0, spec.num_kv_heads, spec.head_dim, *HeadNorms(), none, none, False, rows.slots, rows.run, k, v
+        )
+
+    def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: CpuStep) -> torch.Tensor:
+        assert step.encoded is not None
+        (k, v), tables, tiles = cache, step.encoded.block_tables, step.encoded.tiles[spec.queries_a_key]
+        q = q.view(len(q), spec.num_heads, spec.head_dim)
+        return cpu.paged_attention(q, k, v, tiles, tables, spec.score_scale, 0, 0.0, None, both_ways=True)
 
     def attend_latent(
         self,

@@ -193,6 +193,8 @@ class LocalModel(Model):
             raise UnsupportedError(f"{llm.name} embeds or ranks texts: it answers nothing", "nanovllm embed MODEL")
         if not prompting.chats:
             hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
+            if llm.hearing is not None and llm.hearing.leads:
+                hint = "it writes down what is said: nanovllm run MODEL --audio FILE"
             raise UsageError(f"{llm.name} has no chat template", hint)
         if think is not None and prompting.thinking_switch is None:
             raise UsageError(f"the template of {llm.name} has no switch for thinking")

@@ -158,6 +158,13 @@ class Answerer(Protocol):
         """It takes conversations; else plain text."""
 
     @property
+    def dictates(self) -> bool:
+        """It writes down what is said in a sound, and takes nothing else."""
+
+    def asked_for_words(self, question: Question) -> Question:
+        """A question about a sound, with `wishes`, as this one is asked for what is said in it. UsageError where it can't be."""
+
+    @property
     def identity(self) -> list[str]:
         """What an answer depends on besides the question: results of another one are other results."""
 

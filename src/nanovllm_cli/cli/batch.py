@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 _PROMPT_KEYS = ("prompt", "messages", "id")
 _PARAM_KEYS = tuple(
-    item.name for item in dataclasses.fields(SamplingParams) if item.name not in ("constraint", "reasoning")
+    item.name for item in dataclasses.fields(SamplingParams) if item.name not in ("constraint", "reasoning", "transcript")
 )
 _HABITS = {
     "text": "prompt", "input": "prompt", "question": "prompt", "instruction": "prompt", "custom_id": "id",

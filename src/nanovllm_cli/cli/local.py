@@ -182,6 +182,14 @@ class LocalAnswerer:
         return self._prompting.chats
 
     @property
+    def dictates(self) -> bool:
+        return self._llm.hearing is not None and self._llm.hearing.leads
+
+    def asked_for_words(self, question: Question) -> Question:
+        """By a Whisper as it is; else in a conversation, as the model's family is asked, and without times."""
+        return question if self.dictates else self._prompting.for_words(question)
+
+    @property
     def identity(self) -> list[str]:
         """The model by its files, and the settings that decide an answer, "auto" as what it came to. How fast one comes, and how
         much memory that takes, decides nothing."""
@@ -225,6 +233,10 @@ class LocalAnswerer:
         return Settled(self._prompting.settled_for_all(given))
 
     def ask(self, question: Question, given: Given) -> Answering:
+        if self.dictates:
+            from nanovllm_cli.cli.dictating import DictationAnswering
+
+            return DictationAnswering(self._llm, question, given, self._seconds)
         ids, params = self._encode(question, given)
         if self._prompt_cache is not None:
             self._prompt_cache.read(self._llm, ids)
@@ -294,7 +306,10 @@ class LocalAnswerer:
             self._llm.close()
 
     def _encode(self, question: Question, given: Given) -> Encoded:
-        if question.messages is None:
+        if question.begins:
+            assert question.messages is not None
+            ids = self._prompting.encode(question.messages) + list(question.begins)
+        elif question.messages is None:
             ids = self._llm.tokenizer.encode(question.text)
         elif question.goes_on:
             ids = self._prompting.encode_unfinished(question.messages)
@@ -304,6 +319,8 @@ class LocalAnswerer:
 
     def _checked(self, question: Question, given: Given) -> Encoded:
         """The same, refused here where the engine would refuse it."""
+        if self.dictates:
+            raise UsageError(f"{self._llm.name} writes down sounds, of which --batch has none", "run MODEL --audio FILE does")
         if question.messages is not None and self._prompting.raw:
             raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw out")
         if question.messages is not None and not self.chats:

@@ -18,6 +18,7 @@ from nanovllm_cli.cli.inputs import read_text
 from nanovllm_cli.cli.options import ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.question import Question, is_sound, with_system
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import Choice
 from nanovllm_cli.collector import keep_loaded
@@ -183,6 +184,22 @@ class Prompting:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins."""
         return self.llm.encode_chat(messages, template_kwargs=self._template_kwargs() or None)
+
+    def for_words(self, question: Question) -> Question:
+        """What asks a model that chats for what is said in a sound, as its family is asked (`text/transcripts.py`)."""
+        hearing, wishes = self.llm.hearing, question.wishes
+        if hearing is None:
+            raise UsageError(f"{self.llm.name} hears nothing: --language has no meaning", "take a model that does")
+        if wishes.translate or wishes.subtitles is not None:
+            flag = "--translate" if wishes.translate else "--subtitles"
+            raise UsageError(f"{flag} is for Whispers, and {self.llm.name} is none", "leave it out, or take whisper:tiny")
+        if len(question.sounds) != 1 or not is_sound(question.sounds[0]):
+            raise UsageError("--language has no meaning without one sound that is to be written down", "--audio FILE is one")
+        from nanovllm_cli.text.transcripts import asks
+
+        part = {"type": "audio_url", "audio_url": {"url": question.sounds[0]}}
+        asked = asks(hearing.transcript, self.llm.tokenizer, part, wishes.language, question.text or None)
+        return Question(with_system(asked.messages, self.system), begins=asked.begins, wishes=wishes)
 
     def encode_unfinished(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation whose last message is an answer to be continued: no turn ends after it."""

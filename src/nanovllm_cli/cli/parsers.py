@@ -198,7 +198,8 @@ def lora_module(text: str) -> LoraModule:
 
 _NO_FLAGS = {
     "allowed_token_ids", "stop_token_ids", "include_stop_str_in_output", "prompt_logprobs", "skip_special_tokens", "constraint",
-    "reasoning", "block_size", "num_blocks", "memory_utilization", "enable_prefix_caching", "aging_seconds", "cache_salt_secret",
+    "reasoning", "transcript", "block_size", "num_blocks", "memory_utilization", "enable_prefix_caching", "aging_seconds",
+    "cache_salt_secret",
 }  # fmt: skip
 _FIELDS = {field.name for field in (*fields(SamplingParams), *fields(EngineConfig))} - _NO_FLAGS
 FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
@@ -13,13 +13,25 @@ from nanovllm_cli.errors import UsageError
 SOUND = "data:audio/"
 
 
+class TranscriptWishes(NamedTuple):
+    """Of a sound. language: a code or a name; None: it is heard. subtitles: what it is written as."""
+
+    language: str | None = None
+    translate: bool = False
+    subtitles: Literal["srt", "vtt"] | None = None
+
+
 @dataclass(frozen=True, slots=True)
 class Question:
     """messages: a conversation whose last message is to be answered, or is an answer to go on with. None: plain `text`, to be
-    gone on with as it is."""
+    gone on with as it is; or, with sounds, as data URLs, these are to be written down, and text is what may come up in them.
+    begins: ids that the answer is given to begin with."""
 
     messages: Sequence[Message] | None = None
     text: str = ""
+    sounds: Sequence[str] = ()
+    wishes: TranscriptWishes = TranscriptWishes()
+    begins: Sequence[int] = ()
 
     @property
     def goes_on(self) -> bool:

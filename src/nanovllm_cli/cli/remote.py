@@ -142,6 +142,14 @@ class RemoteAnswerer:
         return not self.raw
 
     @property
+    def dictates(self) -> bool:
+        return False
+
+    def asked_for_words(self, question: Question) -> Question:
+        hint = "curl URL/v1/audio/transcriptions -F file=@talk.wav -F language=en"
+        raise UsageError("--language, --translate and --subtitles are for a model in this process", hint)
+
+    @property
     def adapters(self) -> list[tuple[str, float]]:
         return []
 

@@ -27,7 +27,7 @@ from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PromptProgress, counted
 from nanovllm_cli.cli.prompt_cache import prompt_cache
-from nanovllm_cli.cli.question import Question, continued, new_question
+from nanovllm_cli.cli.question import Question, TranscriptWishes, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
@@ -185,7 +185,12 @@ def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
-        if last is not None:
+        wishes = TranscriptWishes(prompt.language, prompt.translate, output.subtitles)
+        if answerer.dictates and last is not None:
+            raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
+        if answerer.dictates or wishes != TranscriptWishes():
+            question = answerer.asked_for_words(Question(text=text, sounds=images, wishes=wishes))
+        elif last is not None:
             question = continued(last, text, chats=answerer.chats, system=asked.system, images=images)
         else:
             question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
@@ -225,6 +230,9 @@ def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None
     batched = prompt.batch is not None
     refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=batched)
     refuse_both(batch=batched, continue_=prompt.continue_last)
+    words = {"language": prompt.language is not None, "translate": prompt.translate, "subtitles": output.subtitles is not None}
+    for name, asked in words.items():
+        refuse_both(batch=batched, continue_=prompt.continue_last, **{name: asked})
     if output.overwrite and not (batched and output.output):
         raise UsageError("--overwrite has no meaning without --batch and -o")
 

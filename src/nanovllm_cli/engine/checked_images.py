@@ -48,6 +48,10 @@ def checked_images(
         if images[0].end > vision.prefix:
             told = f"the image and its text are {images[0].end} tokens, of which this model sees {vision.prefix} at a time"
             raise UsageError(told, "make the text shorter")
+    hearing = seeing.senses.hearing
+    if hearing is not None and hearing.leads and (len(images) != 1 or images[0].start):
+        told = f"a prompt of this model begins with half a minute of sound, and has no other; this one has {len(images)}"
+        raise UsageError(told, "run MODEL --audio FILE, nanovllm_cli.transcribe and /v1/audio/transcriptions make such prompts")
     if not seeing.senses.fits(images, len(prompt)):
         if seeing.senses.vision is None:
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")

@@ -170,8 +170,9 @@ class CpuPlatform:
             _check_that_keys_are_values(*self.config.cache_types)
         groups = {attention.queries_a_key for attention in spec.attentions}
         groups |= {MAX_TILE_ROWS} if spec.most_seen is not None else set()
+        groups |= set() if spec.cross is None else {spec.cross.attention.queries_a_key}
         kept = cache_dtypes(self.config.cache_types, dtype)
-        return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk)
+        return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk, spec.cross)
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

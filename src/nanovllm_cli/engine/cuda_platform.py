@@ -204,6 +204,8 @@ class CudaPlatform:
         return CudaLowRank(weight, sides, keep, dtype, self.launcher, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
+        if spec.cross is not None:
+            raise UnsupportedError("attention to what an encoder has made, on a GPU", "add --device cpu")
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         longest = self._longest(spec.max_position)
         chunk = spec.chunk if spec.chunk is not None and longest > spec.chunk else None

@@ -176,6 +176,8 @@ class Engine:
         lora = self._lora(params.lora)
         prompt = self._checked_prompt(prompt_ids)
         images = self._images(prompt_ids, prompt, cache_salt)
+        if params.prompt_logprobs is not None and any(each.leads for each in images):
+            raise UnsupportedError("prompt_logprobs of a prompt that begins with a sound", "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids

@@ -4,7 +4,7 @@ A sequence is registered once, with its prompt and its seed, and forgotten when 
 registered. The sampler appends what it draws. What happens to a row of logits, in this order:
 
     logprobs                 read from the model's own logits, before anything else
-    mask                     a structured-output constraint: everything else is banned
+    mask                     a structured-output constraint, or the rules of a transcript: everything else is banned
     allowed_token_ids        everything else is banned
     bad_words                the token that would complete one is banned
     min_tokens               stop ids are banned
@@ -206,6 +206,9 @@ class Sampler:
             if seq_id not in self._refused
         ]
         if masks is None:
+            for draw in draws:
+                if draw.state.rules is not None:
+                    draw.mask = draw.state.rules.allowed(as_rows(logits)[draw.row], draw.state.output_ids)
             guided = [draw for draw in draws if draw.state.guide is not None]
             first = [draw for draw in guided if draw.state.draws_first]
             self._put_masks([draw for draw in guided if not draw.state.draws_first])

@@ -15,6 +15,7 @@ from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_chain import Chain
 from nanovllm_cli.engine.sampling_dry import DryHistory, DryPrompt
+from nanovllm_cli.engine.sampling_transcript import TranscriptMask
 from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, is_filtered, no_change, packed_bits
 from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
 from nanovllm_cli.samplers import chain_of
@@ -30,7 +31,7 @@ class SequenceState:
     """One registered sequence.
 
     bad_words: by `completion_bans`. dry_prompt: None without DRY. Both are shared with other sequences, and not changed.
-    guide: None without a constraint. chain: None where it draws in the fixed order.
+    guide: None without a constraint. rules: of a transcript, or None. chain: None where it draws in the fixed order.
     is_filtered: whether a draw leaves out what is unlikely. expects_allowed: whether, by the last mask that was drawn under, a
     draw without it would have been as good; expected: the same behind each token. memories: the chain's behind each token.
     """
@@ -53,6 +54,7 @@ class SequenceState:
         steps = chain_of(params)
         self.chain = None if steps is None else Chain(steps, params, vocab_size)
         self.is_filtered = is_filtered(self.draw_settings)
+        self.rules = None if params.transcript is None else TranscriptMask(params.transcript, vocab_size)
         self.params = params
         self.seed = new.seed
         self.output_ids: list[int] = []

@@ -81,7 +81,7 @@ class Request:
 
     def shift(self, place: int) -> int:
         """See `Scheduled`, of the token at `place`, or the beginning of the image that it stands for."""
-        return sum([each.extent - each.num_tokens for each in self.images if each.has_grid and each.end <= place])
+        return sum([each.extent - each.num_tokens for each in self.images if each.end <= place])
 
     def uncut(self, start: int, num_tokens: int) -> int:
         """So many tokens from `start` on, or fewer, or where that would be none more, so that no image is cut that is whole. A

@@ -250,13 +250,17 @@ def _rows_of(placed: PlacedImage, share: Scheduled) -> tuple[np.ndarray, np.ndar
 
 
 def rotary_positions(scheduled: Sequence[Scheduled], places: np.ndarray) -> np.ndarray:
-    """[T] int64, or [3, T] where tokens stand for images with a grid, [4, T] where for framed ones: see `Batch`. places [T]:
-    theirs in their sequences."""
+    """[T] int64, or [3, T] where tokens stand for images with a grid, [4, T] where for framed ones: see `Batch`. Those of what
+    leads a text are below 0. places [T]: theirs in their sequences."""
     if any(placed.framed for share in scheduled for placed in share.images):
         return _positions_in_frames(scheduled, places)
     shifts = [share.shift for share in scheduled]
     if any(shifts):
         places = places + np.repeat(np.array(shifts, np.int64), [len(share.token_ids) for share in scheduled])
+    if any(placed.leads for share in scheduled for placed in share.images):
+        # A share in front of whose tokens all of it is has that in its shift.
+        leads = [sum(placed.num_tokens for placed in share.images if placed.leads) for share in scheduled]
+        return places - np.repeat(np.array(leads, np.int64), [len(share.token_ids) for share in scheduled])
     if not any(placed.has_grid for share in scheduled for placed in share.images):
         return places
     positions = np.repeat(places[None], 3, axis=0)

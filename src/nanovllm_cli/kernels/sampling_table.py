@@ -64,7 +64,7 @@ def on_device(params: SamplingParams, stop_ids: Sequence[int]) -> bool:
     filters = params.top_n_sigma > 0.0 or params.typical_p < 1.0 or params.has_xtc
     others = filters or params.has_dry or params.bad_words or has_window or asks_later or chain_of(params) is not None
     too_many = (params.logprobs or 0) > MAX_LOGPROBS or (params.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS)
-    return not others and not too_many
+    return not others and not too_many and params.transcript is None
 
 
 class SamplingTable:

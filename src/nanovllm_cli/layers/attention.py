@@ -142,6 +142,8 @@ class Attention(Projected):
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots() | ({} if self.gates is None else self.gates.slots())
+        if not self._whole.key_bias:
+            slots.pop("k.bias", None)
         if self._whole.keys_are_values:
             rows, width = slots["k.weight"].shape
             slots["k.weight"] = WeightSlot((rows // 2, width), self._load_twice)

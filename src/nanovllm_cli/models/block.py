@@ -13,6 +13,7 @@ from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.convolved import ConvolvedAttention
+from nanovllm_cli.layers.cross import Cross
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.gated_norm import GatedNorm
 from nanovllm_cli.layers.kit import Kit
@@ -46,6 +47,7 @@ class Block:
         self.scales = (model.residual_scale,) * 2 if spec.factors is None else spec.factors[:2]
         self.entry_factor = 0.0 if spec.factors is None else spec.factors[2]
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
+        self.cross = None if spec.cross is None else Cross(spec.cross.attention, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.routed_early = self.mlp if isinstance(self.mlp, MoE) and self.mlp.early is not None else None
         assert self.routed_early is None or (self.has_halves and not (spec.bare or spec.streams)), "nor elsewhere"
@@ -67,6 +69,8 @@ class Block:
             assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
         self.channel = ChannelShift(spec.mixer, width, kit) if isinstance(spec.mixer, WkvSpec) else None
         assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
+        changed = spec.bare or spec.rescaled or spec.factors or spec.streams or self.scales != (1.0, 1.0)
+        assert self.cross is None or (spec.order == "pre" and self.has_halves and not changed), "nor attention to an encoder"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
         kind = "mlp" if spec.mixer is None else "attention"
@@ -134,6 +138,9 @@ class Block:
             return Addend(self.ops.scale(self.mixer(h, inputs, cache), self.scales[0]))
         if self.joins:
             return self.joins[0](self.mixer(h, inputs, cache), residual)
+        if self.cross is not None:
+            h = self.norms["cross_norm"](_addend(self.mixer.onto(residual, h, inputs, cache)), residual)
+            return _addend(self.cross.onto(residual, h, inputs, cache))
         return _addend(self.mixer.onto(residual, h, inputs, cache))
 
     def fed(self, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, own: torch.Tensor | None) -> Addend | None:
@@ -240,7 +247,8 @@ class Block:
     def slots(self) -> Slots:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
-        slots = {name: slot for part in (self.mixer, self.mlp) if part is not None for name, slot in part.slots().items()} | named
+        parts = [part for part in (self.mixer, self.cross, self.mlp) if part is not None]
+        slots = {name: slot for part in parts for name, slot in part.slots().items()} | named
         for part in (self.per_layer, self.altup, self.channel, *self.connections, *self.joins, self.sphere, *self.gated.values()):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
+from nanovllm_cli.attention.encoded import EncodedRows, taken_apart
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
@@ -115,6 +116,9 @@ class Decoder:
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
+        if self.spec.cross is not None and bool((batch.positions < 0).any()):
+            text, encoded = taken_apart(batch, self.device)
+            return (StepInputs(batch, {}, None) if text is None else self.prepare(text))._replace(encoded=encoded)
         there, whole = batch.to(self.device), None
         if batch.whole is not None and there.whole is not None:
             apart = batch.taken(batch.whole.rows, batch.whole.numbers)
@@ -138,6 +142,10 @@ class Decoder:
     def run(self, inputs: StepInputs, cache: KVCache) -> Hidden:
         """Hidden rows [R, hidden] of batch.logit_rows after the last norm; K and V of all tokens are written to the cache."""
         batch = inputs.batch
+        if inputs.encoded is not None:
+            self._keep_encoded(inputs.encoded, cache)
+        if inputs.step is None:
+            return self.no_rows(0)
         self._choose(batch)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
@@ -184,6 +192,11 @@ class Decoder:
         if x is not None:
             self.ops.join(x, residual)
         return residual
+
+    def _keep_encoded(self, encoded: EncodedRows, cache: KVCache) -> None:
+        for block, layer in zip(self.blocks, cache.layers, strict=True):
+            assert block.cross is not None, "all layers attend to an encoder's rows, or none"
+            block.cross.keep(encoded, layer)
 
     def _led(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
         """What has still to join the residual stream behind a direction, which joins it now. All of the layer before has joined

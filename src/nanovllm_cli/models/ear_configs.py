@@ -29,7 +29,7 @@ def whole(tower: EarSpec, sounds: ConfigReader, audio: ConfigReader, spec: Heari
 
 
 def whisper_shape(
-    audio: ConfigReader, hidden: tuple[str, int], depth: tuple[str, int], heads: tuple[str, int], inner: int
+    audio: ConfigReader, hidden: tuple[str, int] | tuple[str], depth: tuple[str, int], heads: tuple[str, int], inner: int
 ) -> dict[str, Any]:
     """Fields of an EarSpec. hidden, depth, heads: what the config calls them, and what they are where it doesn't say."""
     inner = audio.integer("encoder_ffn_dim", audio.integer("intermediate_size", inner))

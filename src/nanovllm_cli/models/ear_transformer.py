@@ -48,6 +48,8 @@ class Transformer(Layers):
             x = _together(x, spec.joined).flatten(1)
         if spec.timed:
             x = _timed(spec, x, ordinal, spec.num_made(len(values)))
+        if spec.projector == "none":
+            return TowerRows(x)
         if spec.projector == "one":
             return TowerRows(self._linear("projector.out", x))
         return TowerRows(self._two_layers("projector", x, spec.projector_activation))
@@ -114,6 +116,8 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
         matrix(f"layers.{i}.down", hidden, inner)
     norm("post_norm")
     joined = spec.joined * hidden
+    if spec.projector == "none":
+        return shapes
     if spec.projector == "one":
         matrix("projector.out", spec.out_size, joined, spec.projector_bias)
     else:

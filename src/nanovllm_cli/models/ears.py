@@ -1,8 +1,8 @@
 """Which families of models hear: what their configs say of it -> HearingSpec, and what their folders call a tower's tensors.
 
-config.json has the tower ("audio_config"). How a sound becomes a spectrogram is the same for all of them, Whisper's, but for
-Gemma 4 (`ears_gemma4.py`); a feature extractor whose settings say otherwise is refused. Both files are untrusted: whatever is
-read is bounded. Keys that a file leaves out have transformers' defaults.
+config.json has the tower ("audio_config"; of a Whisper, beside the decoder). How a sound becomes a spectrogram is the same for
+all of them, Whisper's, but for Gemma 4 (`ears_gemma4.py`); a feature extractor whose settings say otherwise is refused. Both
+files are untrusted: whatever is read is bounded. Keys that a file leaves out have transformers' defaults.
 """
 
 from __future__ import annotations
@@ -36,12 +36,14 @@ from nanovllm_cli.models.tower_configs import (
     text_width,
     weights_and_biases,
 )
+from nanovllm_cli.models.whisper import DEFAULTS
 from nanovllm_cli.vision_spec import ImageTokens
 
 _QWEN3_TOKENS = ImageTokens("<|audio_pad|>", "<|audio_pad|>")  # the template writes what is around them
 _QWEN2_TOKENS = ImageTokens("<|AUDIO|>", "<|AUDIO|>")
 _QWEN2_AROUND = "<|audio_bos|>", "<|audio_eos|>"
 _VOXTRAL_TOKENS = ImageTokens("[AUDIO]", "[AUDIO]")
+_WHISPER_TOKENS = ImageTokens("<|startoflm|>", "<|startoflm|>")  # of no use to anybody else, and in all of its vocabularies
 # Qwen3-ASR's and Voxtral's as they were trained; others chat, and are asked.
 _QWEN3_TRANSCRIPT = Transcript(own="subject", begins_in="language {name}<asr_text>")
 _VOXTRAL_TRANSCRIPT = Transcript(begins="[TRANSCRIBE]", begins_in="lang:{code}[TRANSCRIBE]")
@@ -58,12 +60,12 @@ Names = Mapping[str, tuple[str, ...]]
 class EarFamily:
     """names: our names of tensors, {i} for a layer -> those in its folders, of which ours has the rows behind each other. What a
     name may begin with is left to who reads them. other_names: where they were called otherwise. section: of the config, that is
-    the tower's. roots: modules that are its own."""
+    the tower's; None: all of that is. roots: modules that are its own."""
 
     read: Read
     names: Names
     other_names: Names | None = None
-    section: str = "audio_config"
+    section: str | None = "audio_config"
     roots: tuple[str, ...] = ("audio_tower", "multi_modal_projector", "embed_audio")
 
 
@@ -89,6 +91,14 @@ def _voxtral(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
         joined=joined,
     )
     spec = HearingSpec(tower, _VOXTRAL_TOKENS, 2 * tower.positions, ("[BEGIN_AUDIO]", ""), _VOXTRAL_TRANSCRIPT, padded=True)
+    return whole(tower, sounds, audio, spec)
+
+
+def _whisper(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
+    audio = ConfigReader({**DEFAULTS, **{key: value for key, value in config.values.items() if value is not None}}, config.where)
+    shape = whisper_shape(audio, ("d_model",), ("encoder_layers", 4), ("encoder_attention_heads", 6), 1536)
+    tower = EarSpec(**shape, out_size=shape["hidden_size"], projector="none")
+    spec = HearingSpec(tower, _WHISPER_TOKENS, 2 * tower.positions, ("", ""), Transcript(), padded=True, leads=True)
     return whole(tower, sounds, audio, spec)
 
 
@@ -152,6 +162,10 @@ _QWEN3: dict[str, str | tuple[str, ...]] = LAYER | {
     "front_out": "audio_tower.conv_out",
     "post_norm": "audio_tower.ln_post",
 }
+WHISPER_NAMES = {
+    ours: tuple(each.replace("audio_tower.", "encoder.") for each in theirs)
+    for ours, theirs in {**weights_and_biases(WHISPER), **NO_KEY_BIAS}.items()
+}
 VOXTRAL_NAMES = weights_and_biases(WHISPER | TWO) | NO_KEY_BIAS
 QWEN2_NAMES = weights_and_biases(WHISPER | {"projector.out": "multi_modal_projector.linear"}) | NO_KEY_BIAS
 QWEN3_NAMES = weights_and_biases(_QWEN3 | TWO)
@@ -176,4 +190,5 @@ EARS: dict[str, EarFamily] = {
     "Qwen3OmniMoeForConditionalGeneration": _OMNI3,
     "Qwen3OmniMoeThinkerForConditionalGeneration": _OMNI3,
     "VoxtralForConditionalGeneration": EarFamily(_voxtral, VOXTRAL_NAMES),
+    "WhisperForConditionalGeneration": EarFamily(_whisper, WHISPER_NAMES, section=None, roots=("encoder",)),
 }

@@ -122,6 +122,7 @@ from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
 from nanovllm_cli.models.talkie import TALKIE
+from nanovllm_cli.models.whisper import WHISPER
 from nanovllm_cli.models.zamba2 import ZAMBA2
 from nanovllm_cli.models.zaya import ZAYA
 
@@ -339,6 +340,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "OuroForCausalLM": OURO,
     "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,
+    "WhisperForConditionalGeneration": WHISPER,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
     "XverseForCausalLM": XVERSE,
     "YoutuForCausalLM": YOUTU,

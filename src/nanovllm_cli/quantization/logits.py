@@ -18,18 +18,28 @@ from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.runner import pooled_of
 from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.ops import Addend
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.models.block import Block
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 
 STEP = 512
 """Most tokens that the model reads at once: what the engine takes, too, and more is no faster."""
 _DTYPES: dict[torch.dtype, DTypeName] = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 ON_CPU = EngineConfig(device="cpu")
+
+
+def check_reads_texts(checkpoint: Checkpoint) -> None:
+    """Raises UnsupportedError for a model that reads no text without something else in front of it."""
+    spec = read_spec(checkpoint, open_reader(checkpoint))
+    if spec.cross is not None:
+        told = f"a {spec.architecture} model is not measured, or calibrated: its texts begin with a sound"
+        raise UnsupportedError(told, "quantize --no-verify rounds to nearest; run --quant int8 does while it loads")
 
 
 class MeasuredModel:
@@ -47,6 +57,7 @@ class MeasuredModel:
         *,
         progress: LoadProgress | None = None,
     ) -> None:
+        check_reads_texts(checkpoint)
         self.at_once = max(1, STEP // max_len)
         config = replace(config, num_blocks=1, max_num_seqs=self.at_once)
         self._worker = Worker(checkpoint, config, progress=progress)

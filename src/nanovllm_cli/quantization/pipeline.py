@@ -33,6 +33,7 @@ from nanovllm_cli.quantization.card import Card, measure, measure_vectors, windo
 from nanovllm_cli.quantization.folder import write_folder
 from nanovllm_cli.quantization.gguf_file import write_gguf
 from nanovllm_cli.quantization.importance import from_file, measured, weighable
+from nanovllm_cli.quantization.logits import check_reads_texts
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.passages import Cut, Reading, embeds, reading_of
@@ -87,6 +88,7 @@ class Verification:
 
     def check(self, original: Original) -> None:
         """Raises UsageError where the text is too short, and UnsupportedError where nothing can be measured of such a model."""
+        check_reads_texts(original.checkpoint)
         self._reading(original) if self._by_vectors(original) else self._windows(original)
 
     def quality(self, original: Original, quantized: Checkpoint, progress: LoadProgress) -> AnyQuality:

@@ -90,6 +90,9 @@ def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
     """All of the prompt, where there are no images to be read."""
     if not model.facts.has_head:
         raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
+    if model.facts.hearing is not None and model.facts.hearing.leads:
+        told = f"the model {model.id!r} writes down what is said: use /v1/audio/transcriptions"
+        raise ApiError(400, told, code="unsupported")
     if model.chat_template is None:
         raise ApiError(400, f"the model {model.id!r} has no chat template: use /v1/completions", code="unsupported")
     kinds = kinds_of(model.facts.senses)

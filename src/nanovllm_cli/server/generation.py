@@ -353,6 +353,8 @@ def _text_ids(model: ServedModel, prompt: str | Sequence[int], param: str, cut: 
         prompt = prompt[: model.most_chars(cut)]
     elif isinstance(prompt, str):
         model.check_texts([prompt], param)
+    if isinstance(prompt, TokenIds):
+        return prompt
     ids = model.tokenizer.encode(prompt) if isinstance(prompt, str) else list(prompt)
     if not ids:
         raise ApiError(400, "the text is empty", param=param)

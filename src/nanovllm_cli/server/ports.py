@@ -11,6 +11,7 @@ from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from enum import StrEnum
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple, Protocol
 
 from nanovllm_cli.config import Lora
@@ -99,8 +100,9 @@ class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
     thinking_switch: the template's variable that turns reasoning on and off, if it has one. format: how it writes reasoning and
-    calls; None where it has no template. scoring: of a reranker, which embeds nothing. lora_modules: names of the adapters that
-    its requests may choose; one of them under its own name is chosen by default_params.
+    calls; None where it has no template. scoring: of a reranker, which embeds nothing. generation_config: its files', which
+    say how a Whisper writes. lora_modules: names of the adapters that its requests may choose; one of them under its own name
+    is chosen by default_params.
     """
 
     id: str
@@ -114,6 +116,7 @@ class ServedModel:
     format: AnswerFormat | None = None
     scoring: Scoring | None = None
     chat_defaults: ChatDefaults = ChatDefaults()
+    generation_config: Mapping[str, Any] = field(default_factory=dict)
     lora_modules: tuple[str, ...] = ()
 
     @property
@@ -163,6 +166,7 @@ class TextSide(NamedTuple):
     format: AnswerFormat | None
     scoring: Scoring | None = None
     chat_defaults: ChatDefaults = ChatDefaults()
+    generation_config: Mapping[str, Any] = MappingProxyType({})
 
 
 class FileFacts(NamedTuple):
@@ -290,7 +294,7 @@ class ChatAsked:
 
 @dataclass(frozen=True, slots=True)
 class TextAsked:
-    """A text to go on with. prompt: text or token ids. most_tokens, tells_reading: see ChatAsked."""
+    """A text to go on with. prompt: text or ids, TokenIds with what some stand for. most_tokens, tells_reading: see ChatAsked."""
 
     prompt: str | Sequence[int]
     params: SamplingParams

@@ -296,11 +296,14 @@ class _Progress:
         return told
 
 
+_NOT_SHOWN = ("constraint", "reasoning", "transcript", "logit_bias")
+
+
 def generation_settings(model: ServedModel, params: SamplingParams, *, draws: bool = True) -> dict[str, Any]:
     """What a request is answered with, as /props says it of one that names nothing; llama-server's names are there, too."""
     limit = -1 if params.max_tokens is None else params.max_tokens
     values = dataclasses.asdict(replace(params, logit_bias=None))
-    kept = {name: value for name, value in values.items() if name not in ("constraint", "reasoning", "logit_bias")}
+    kept = {name: value for name, value in values.items() if name not in _NOT_SHOWN}
     steps = chain_of(params)
     return {
         **kept,

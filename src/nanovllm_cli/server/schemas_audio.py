@@ -18,15 +18,27 @@ SAMPLING = (
 
 
 def _told(value: object) -> object:
-    if value in ("srt", "vtt", "verbose_json", "diarized_json"):
-        told = f"response_format {value!r} has times or speakers, which no model here tells: json and text are there"
+    if value == "diarized_json":
+        told = f"response_format {value!r} has speakers, which no model here tells"
         raise ApiError(400, told, code="unsupported", param="response_format")
     return value
 
 
-class TranscriptionRequest(StrictModel):
-    """POST /v1/audio/transcriptions. language: a code of ISO 639 or a name. prompt: names and words that may come up, to a model
-    that was trained to be told them; to one that chats, what to do instead. temperature: 0 where it is left out."""
+def _granularities(value: object) -> object:
+    if value == ["word"] or (isinstance(value, list) and "word" in value):
+        told = "timestamp_granularities: times of words are not supported; those of segments are"
+        raise ApiError(400, told, code="unsupported", param="timestamp_granularities")
+    return value
+
+
+Form = Literal["json", "text", "srt", "vtt", "verbose_json"]
+
+
+class SoundRequest(StrictModel):
+    """What both kinds of requests have. language: of the sound, a code of ISO 639 or a name. prompt: names and words that may
+    come up, to a model that was trained to be told them; to one that chats, what to do instead. temperature: 0 where it is
+    left out; a Whisper goes on to higher ones where that gives nothing good. max_completion_tokens: of a Whisper for each
+    half minute."""
 
     model_config = ConfigDict(**{**STRICT, "strict": False})
 
@@ -34,7 +46,7 @@ class TranscriptionRequest(StrictModel):
     model: ModelName | None = None
     language: ShortText | None = None
     prompt: Annotated[str, Field(max_length=1 << 20)] | None = None
-    response_format: Annotated[Literal["json", "text"], BeforeValidator(_told)] = "json"
+    response_format: Annotated[Form, BeforeValidator(_told)] = "json"
     stream: bool | None = None
     temperature: float | None = bounded("temperature")
     top_p: float | None = bounded("top_p")
@@ -46,12 +58,20 @@ class TranscriptionRequest(StrictModel):
     frequency_penalty: float | None = bounded("frequency_penalty")
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     chunking_strategy: Tolerated = None
-    timestamp_granularities: Unsupported = None
+    timestamp_granularities: Annotated[list[Literal["segment"]] | None, BeforeValidator(_granularities)] = None
     include: Unsupported = None
     languages: Unsupported = None
     keywords: Unsupported = None
     known_speaker_names: Unsupported = None
     known_speaker_references: Unsupported = None
+
+
+class TranscriptionRequest(SoundRequest):
+    """POST /v1/audio/transcriptions."""
+
+
+class TranslationRequest(SoundRequest):
+    """POST /v1/audio/translations: into English, by a Whisper."""
 
 
 class TranscriptUsage(BaseModel):
@@ -61,8 +81,39 @@ class TranscriptUsage(BaseModel):
     total_tokens: int
 
 
+class TranscriptSegment(BaseModel):
+    """start, end: seconds. seek: frames of 10 ms in front of the half minute that it is part of, of which the last four tell."""
+
+    id: int
+    seek: int
+    start: float
+    end: float
+    text: str
+    tokens: list[int]
+    temperature: float
+    avg_logprob: float
+    compression_ratio: float
+    no_speech_prob: float
+
+
+class VerboseUsage(BaseModel):
+    type: Literal["duration"]
+    seconds: int
+
+
+class VerboseAnswer(BaseModel):
+    """With response_format verbose_json. language: its English name. duration: seconds."""
+
+    task: Literal["transcribe", "translate"]
+    language: str
+    duration: float
+    text: str
+    segments: list[TranscriptSegment]
+    usage: VerboseUsage
+
+
 class TranscriptionAnswer(BaseModel):
-    """With response_format json; with text the body is the transcript alone."""
+    """With response_format json; with text, srt and vtt the body is the transcript alone, with verbose_json a VerboseAnswer."""
 
     text: str
     usage: TranscriptUsage

@@ -384,7 +384,7 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     params = SamplingParams.from_generation_config(generation_config, vocab_size=tokenizer.vocab_size)
     switch = None if template is None else thinking_switch(template.source)
     chat = _chat_defaults(settings, switch, known)
-    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring, chat)
+    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring, chat, generation_config)
 
 
 def _chat_defaults(settings: ModelSettings, switch: str | None, known: AnswerFormat | None) -> ChatDefaults:

@@ -119,6 +119,10 @@ def _parts(samples: np.ndarray, length: int) -> list[np.ndarray]:
 def _whisper(samples: np.ndarray, spec: HearingSpec) -> list[Sound]:
     heard = len(samples)
     padded = max(heard, spec.least)
+    if spec.leads:  # which of it is heard at once follows from what is said in it; silence fills up what is shorter than that
+        silence = np.zeros(max(0, spec.piece * HOP - heard), np.float32)
+        values = log_mel(np.concatenate([samples, silence]), spec.tower.num_bins)
+        return [_sound(values, heard // HOP)]
     counted = -(-heard // HOP)
     if spec.padded:
         padded = -(-padded // (spec.piece * HOP)) * spec.piece * HOP

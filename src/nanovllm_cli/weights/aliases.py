@@ -50,6 +50,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "qwen2.5-coder": _sizes("Qwen/Qwen2.5-Coder-*-Instruct", "0.5B 1.5B 3B 7B 14B 32B"),
     "qwen2": _sizes("Qwen/Qwen2-*-Instruct", "0.5B 1.5B 7B 72B"),
     "qwen3-vl": _sizes("Qwen/Qwen3-VL-*-Instruct", "2B 4B 8B 32B 30B-A3B"),
+    "whisper": {
+        **_sizes("openai/whisper-*", "tiny base small medium large-v2 large-v3"),
+        "turbo": "openai/whisper-large-v3-turbo",
+        **_sizes("openai/whisper-*", "tiny.en base.en small.en medium.en"),
+    },
+    "distil-whisper": _sizes("distil-whisper/distil-*", "small.en medium.en large-v3 large-v3.5"),
     "qwen3-asr": {"0.6b": "Qwen/Qwen3-ASR-0.6B", "1.7b": "Qwen/Qwen3-ASR-1.7B"},
     "qwen3-omni": {
         "30b-a3b": "Qwen/Qwen3-Omni-30B-A3B-Instruct",

@@ -35,7 +35,7 @@ def read_hearing(checkpoint: Checkpoint) -> HearingSpec | None:
     Raises CheckpointError for configs that are broken, UnsupportedError for what they ask and no tower here can be.
     """
     family = ear_family(checkpoint.config) if checkpoint.format == "hf" else None
-    if family is None or checkpoint.config.get(family.section) is None:
+    if family is None or (family.section is not None and checkpoint.config.get(family.section) is None):
         return None
     if not any(_root_of(family).match(name) for name in checkpoint.names()):
         return None

@@ -1,0 +1,59 @@
+"""Attention to what an encoder has made (`CrossSpec`): what a step keeps of it, and what of a batch is then left."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+from typing import Any, NamedTuple, Protocol, runtime_checkable
+
+import torch
+
+from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.batch import Batch
+from nanovllm_cli.mixer_spec import AttentionSpec
+
+
+class EncodedRows(NamedTuple):
+    """What an encoder has made [n, hidden] that tokens of a step stand for, the slots [n] int64 of these, and how many of each
+    one's sequence follow it here [n] int32, itself included; see `CrossSpec`."""
+
+    values: torch.Tensor
+    slots: torch.Tensor
+    run: torch.Tensor
+
+
+@runtime_checkable
+class AttendsToEncoded(Protocol):
+    """What an AttentionBackend has beside the rest, where it attends to an encoder's rows (`CrossSpec`)."""
+
+    def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
+        """kv [n, 2 * K * D], of an encoder's rows: their keys and values are written to the cache."""
+
+    def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: Any) -> torch.Tensor:
+        """q [T, H * D] -> [T, H * D]: each token attends to all of an encoder's rows that its sequence begins with."""
+
+
+def taken_apart(batch: Batch, device: torch.device) -> tuple[Batch | None, EncodedRows | None]:
+    """A batch on the host some of whose tokens stand for an encoder's rows, or for nothing: what is left without those, if
+    anything is, and the rows, if there are any."""
+    is_text, encoded = batch.positions >= 0, None
+    if (images := batch.images) is not None:
+        kept = batch.taken(images.rows.cpu())
+        ends = torch.repeat_interleave(kept.query_starts[1:], kept.query_starts.diff())
+        run = ends - torch.arange(len(ends), dtype=torch.int32)
+        encoded = EncodedRows(images.values, kept.slots.to(device), run.to(device))
+    if not is_text.any():
+        return None, encoded
+    rows = is_text.nonzero()[:, 0]
+    return replace(batch.taken(rows), logit_rows=torch.searchsorted(rows, batch.logit_rows)), encoded
+
+
+def behind(batch: Batch, lead: int, block_size: int) -> Batch:
+    """The same as of sequences that begin behind their first `lead` tokens, whole blocks of which none is here."""
+    tables = batch.block_tables[:, lead // block_size :].contiguous()
+    return replace(batch, kv_lens=batch.kv_lens - lead, known_lens=batch.known_lens - lead, block_tables=tables)
+
+
+def among(batch: Batch, count: int, lead: int, block_size: int) -> Batch:
+    """The same as of sequences that have `count` tokens, in the whole blocks of their first `lead`, and see all of these."""
+    lens, tables = torch.full_like(batch.kv_lens, count), batch.block_tables[:, : lead // block_size].contiguous()
+    return replace(batch, kv_lens=lens, known_lens=lens, block_tables=tables)

@@ -1,0 +1,34 @@
+"""Attention to what an encoder has made, beside a layer's own, as plain values."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from nanovllm_cli.mixer_spec import AttentionSpec
+
+LEAD = 16
+"""See `lead_of`: tokens of a block, unless somebody asks for others."""
+
+
+@dataclass(frozen=True, slots=True)
+class CrossSpec:
+    """Attention to `rows` that an encoder has made of what was sent, behind a layer's own (Vaswani et al. 2017; Whisper): each
+    token sees all of them. What is kept of them lies in the layer's own cache, where a sequence begins: tokens in front of all
+    others stand for them, which the layer's own attention does not see. attention: its heads; it has no positions."""
+
+    attention: AttentionSpec
+    rows: int
+
+    @property
+    def lead(self) -> int:
+        """Tokens in front of a sequence."""
+        return lead_of(self.rows)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        return self.attention.num_weights(hidden_size)
+
+
+def lead_of(rows: int) -> int:
+    """Tokens that stand for an encoder's rows: as many, and what fills up the last block, behind which others begin."""
+    return -(-rows // LEAD) * LEAD

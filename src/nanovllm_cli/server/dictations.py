@@ -1,0 +1,172 @@
+"""Transcripts by a Whisper: each question of `text/dictation.py` is a request to the engine, and passages become what
+OpenAI's API has for them."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+from collections.abc import AsyncGenerator
+from contextlib import aclosing
+from typing import Any
+
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.context import ServerContext
+from nanovllm_cli.server.exchange import Exchange
+from nanovllm_cli.server.ports import ServedModel, TextAsked
+from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
+from nanovllm_cli.sounds.reading import read_sound
+from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
+from nanovllm_cli.text.spoken import LANGUAGES
+from nanovllm_cli.text.subtitles import subtitles
+from nanovllm_cli.vision_spec import Clip
+
+TIMED = ("srt", "vtt", "verbose_json")
+"""What has times."""
+
+
+class Dictation:
+    """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
+    turns: of as many as may be under way."""
+
+    def __init__(
+        self,
+        context: ServerContext,
+        model: ServedModel,
+        body: SoundRequest,
+        task: Task,
+        exchange: Exchange,
+        turns: asyncio.Semaphore,
+    ) -> None:
+        self._turns = turns
+        self._context, self._model, self._exchange = context, model, exchange
+        self._task, self._body = task, body
+        self._heard = Heard(None, 0.0)
+        self._passages: list[Passage] = []
+        self._scribe = _scribe(model)
+        self._prompt_tokens = self._completion_tokens = 0
+
+    @property
+    def text(self) -> str:
+        return joined([each.text for each in self._passages])
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        total = self._prompt_tokens + self._completion_tokens
+        tokens = {"input_tokens": self._prompt_tokens, "output_tokens": self._completion_tokens, "total_tokens": total}
+        return {"type": "tokens", **tokens}
+
+    @property
+    def verbose(self) -> dict[str, Any]:
+        """See `VerboseAnswer`."""
+        heard, language = self._heard, "en" if self._task == "translate" else self._heard.language or "en"
+        segments = [
+            {
+                "id": i, "seek": each.seek, "start": _rounded(each.start), "end": _rounded(each.end), "text": each.text,
+                "tokens": list(each.token_ids), "temperature": each.temperature, "avg_logprob": each.mean_logprob,
+                "compression_ratio": each.squeezed, "no_speech_prob": each.silent or 0.0,
+            }
+            for i, each in enumerate(self._passages)
+        ]  # fmt: skip
+        usage = {"type": "duration", "seconds": math.ceil(heard.seconds)}
+        told = {"task": self._task, "language": LANGUAGES.get(language, language), "duration": _rounded(heard.seconds)}
+        return {**told, "text": self.text, "segments": segments, "usage": usage}
+
+    def written(self) -> str:
+        """As text, or as subtitles."""
+        form = self._body.response_format
+        return subtitles(self._passages, form) if form in ("srt", "vtt") else self.text + "\n"
+
+    async def pieces(self) -> AsyncGenerator[str, None]:
+        """The text, as it comes. Raises ApiError."""
+        async with self._turns, aclosing(self._pieces()) as pieces:
+            async for piece in pieces:
+                yield piece
+
+    async def _pieces(self) -> AsyncGenerator[str, None]:
+        body, hearing = self._body, self._model.facts.hearing
+        assert hearing is not None
+        try:
+            wishes = _wishes(body, self._task, self._model)
+            clip: Clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
+        except NanovllmError as error:
+            raise ApiError.of(error, "file") from None
+        body.file = b""  # nor need it wait for the end of the answer
+        way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
+        given: Answered | None = None
+        while True:
+            try:
+                step = await asyncio.to_thread(_next, way, given)
+            except UsageError as error:
+                raise ApiError.of(error, "language") from None
+            except NanovllmError as error:
+                raise ApiError.of(error, "prompt" if body.prompt and "prompt" in error.message else "model") from None
+            given = None
+            match step:
+                case None:
+                    return
+                case Ask():
+                    given = await self._answered(step)
+                case Heard():
+                    self._heard = step
+                case list():
+                    begun = bool(self._passages)
+                    self._passages += step
+                    text = "".join(each.text for each in step)
+                    yield text if begun else text.lstrip()
+
+    async def _answered(self, ask: Ask) -> Answered:
+        asked = TextAsked(ask.prompt, ask.params)
+        ids: list[int] = []
+        logprobs: list[float] = []
+        async with self._context.generation(self._model, asked, self._exchange) as generation:
+            async for events in generation:
+                for event in events:
+                    ids += event.token_ids
+                    logprobs += [each.logprob for each in event.logprobs or ()]
+        self._prompt_tokens += generation.usage.prompt_tokens
+        self._completion_tokens += generation.usage.completion_tokens
+        return Answered(ids, logprobs)
+
+
+async def whole(dictation: Dictation) -> None:
+    """To its end."""
+    async with aclosing(dictation.pieces()) as pieces:
+        async for _ in pieces:
+            pass
+
+
+def _next(way: Any, given: Answered | None) -> Ask | list[Passage] | Heard | None:
+    try:
+        step: Ask | list[Passage] | Heard = way.send(given)
+    except StopIteration:
+        return None
+    return step
+
+
+def _scribe(model: ServedModel) -> Scribe:
+    facts = model.facts
+    try:
+        scribe = scribe_of(facts.hearing, model.tokenizer, model.generation_config, facts.context_len)
+    except CheckpointError as error:
+        raise ApiError.of(error, "model") from None
+    assert scribe is not None, "a route asks Whispers alone"
+    return scribe
+
+
+def _wishes(body: SoundRequest, task: Task, model: ServedModel) -> Wishes:
+    """A temperature of 0 is where one begins, as OpenAI has it."""
+    sampling: dict[str, Any] = {
+        name: value for name in SAMPLING if name != "temperature" and (value := getattr(body, name)) is not None
+    }
+    if body.max_completion_tokens is not None:
+        sampling["max_tokens"] = body.max_completion_tokens
+    if model.default_params.lora:
+        sampling["lora"] = model.default_params.lora
+    timed = body.response_format in TIMED
+    return Wishes(body.language, task, body.prompt, timed, body.temperature or None, sampling=sampling)
+
+
+def _rounded(seconds: float) -> float:
+    return round(seconds, 3)

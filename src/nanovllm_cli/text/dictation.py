@@ -1,0 +1,244 @@
+"""From a sound to what is said in it, by a Whisper: the way through it, window by window (Radford et al. 2022, 4.5, and
+OpenAI's code).
+
+A window is half a minute. Where a text has times, the next one begins where the last passage that was written to its end has
+ended; else behind it. In front of a window's text stands what was written before, unless that was drawn at a high
+temperature. A text that repeats itself, by how small it is when compressed, or that the model itself takes to be unlikely, is
+drawn again, at higher and higher temperatures; a window in which probably nobody speaks is left out.
+
+Whoever has a model drives a `dictate`: it yields what is to be asked, and is sent what the model answered; and passages, as
+they come. Nothing here knows engines.
+"""
+
+from __future__ import annotations
+
+import zlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import pairwise
+from typing import Any, NamedTuple
+
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.scribe import SECONDS, Scribe, Task
+from nanovllm_cli.text.spoken import language_of
+from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.vision_spec import Clip, TokenIds
+
+STEP = round(SECONDS * RATE / HOP)
+"""Frames between two times."""
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+SEED = 0
+"""Of what is drawn, where nobody names one: a sound has one transcript."""
+FORGETS_ABOVE = 0.5
+"""The temperature from which on a text is no beginning of the next."""
+
+
+@dataclass(frozen=True, slots=True)
+class Wishes:
+    """language: a code or a name; None: it is heard. prompt: what may come up, or was said before. timed: whether times are
+    wanted; of a sound longer than a window they are found in any case. temperature: None: 0, and more where that gives no
+    good text, as the next two say; a number: that alone. most_squeezed: of a text, how many times as long as compressed it
+    may be. least_likely: the mean of its tokens' log-probabilities. silent: from which probability on nobody speaks.
+    conditioned: a window's text begins behind that of the one before. sampling: fields of SamplingParams."""
+
+    language: str | None = None
+    task: Task = "transcribe"
+    prompt: str | None = None
+    timed: bool = False
+    temperature: float | None = None
+    most_squeezed: float | None = 2.4
+    least_likely: float | None = -1.0
+    silent: float | None = 0.6
+    conditioned: bool = True
+    sampling: Mapping[str, Any] = field(default_factory=dict)
+
+
+class Ask(NamedTuple):
+    """What a model is to be asked for."""
+
+    prompt: TokenIds
+    params: SamplingParams
+
+
+class Answered(NamedTuple):
+    """What it answered: ids, the one that ended the answer left out or not, and log-probabilities of all that were drawn."""
+
+    token_ids: Sequence[int]
+    logprobs: Sequence[float]
+
+
+class Passage(NamedTuple):
+    """What is said from one moment to another, in seconds. token_ids: as drawn, times included. seek: frames in front of its
+    window. The others are its window's: temperature, the mean of log-probabilities, how many times as long as compressed the
+    text is, and how probably nobody speaks, None where that is not known."""
+
+    start: float
+    end: float
+    text: str
+    token_ids: tuple[int, ...]
+    seek: int
+    temperature: float
+    mean_logprob: float
+    squeezed: float
+    silent: float | None
+
+
+class Heard(NamedTuple):
+    """language: its code, told or heard; None of a model that knows one. seconds: of the sound."""
+
+    language: str | None
+    seconds: float
+
+
+Dictation = Generator[Ask | list[Passage] | Heard, Answered | None, None]
+"""Yields what the sound is, then passages and what is to be asked; `Ask` is answered by `send`."""
+
+
+class _Text(NamedTuple):
+    token_ids: list[int]
+    temperature: float
+    mean_logprob: float
+    squeezed: float
+
+
+def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip, wishes: Wishes) -> Dictation:
+    """clip: of one piece, whose `heard` frames count. Raises UsageError for an unknown language, UnsupportedError for what the
+    model can't do, before anything is asked."""
+    (whole,) = clip.images
+    said = "" if wishes.prompt is None else wishes.prompt.strip()
+    told = tokenizer.encode(f" {said}", add_special_tokens=False, parse_special=False) if said else []
+    if told and scribe.previous is None:
+        raise UnsupportedError("this model's vocabulary has no <|startofprev|>, which a prompt stands behind", "leave it out")
+    language = _language(scribe, wishes)
+    scribe.begins(language or next(iter(scribe.languages), None), wishes.task, timed=False)  # refuses what there is not
+    if language is None and scribe.languages:
+        language = yield from _heard_language(scribe, spec, scribe.prompt(spec, spec.window(whole, 0), [scribe.start]))
+    yield Heard(language, clip.seconds)
+    timed = wishes.timed or whole.heard > spec.piece
+    begins = scribe.begins(language, wishes.task, timed=timed)
+    before, seek = told, 0
+    while seek < whole.heard:
+        window, size = spec.window(whole, seek), min(spec.piece, whole.heard - seek)
+        room = scribe.text_len // 2 - 1  # as much for the text before as for this one
+        behind = [] if not before or scribe.previous is None else [scribe.previous, *before[-room:]]
+        silent = None
+        if scribe.nothing is not None:
+            asked = scribe.prompt(spec, window, [*behind, scribe.start])
+            drawn = yield from _asked(asked, _one_of(scribe.nothing))
+            silent = _exp(drawn.logprobs[0])
+        asked = scribe.prompt(spec, window, [*behind, *begins])
+        text = yield from _written(scribe, tokenizer, asked, wishes, silent, timed=timed)
+        is_silent = _is_silent(wishes, silent) and _is_unlikely(wishes, text)
+        found, further = ([], size) if is_silent else _passages(scribe, tokenizer, text, seek, size, silent)
+        if found:
+            yield found
+        if not is_silent:
+            written = [each for passage in found for each in passage.token_ids]
+            before = [*before, *written] if wishes.conditioned and text.temperature <= FORGETS_ABOVE else []
+        seek += max(further, STEP)
+
+
+def _language(scribe: Scribe, wishes: Wishes) -> str | None:
+    """Its code, where it is told and matters."""
+    if wishes.language is None:
+        return None
+    code = language_of(wishes.language, scribe.languages or ("en",))
+    return code if scribe.languages else None
+
+
+def _asked(prompt: TokenIds, params: SamplingParams) -> Generator[Ask, Answered | None, Answered]:
+    answered = yield Ask(prompt, params)
+    assert answered is not None, "whoever drives this sends what was answered"
+    return answered
+
+
+def _one_of(*ids: int) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=ids, logprobs=0, ignore_eos=True)
+
+
+def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Generator[Ask, Answered | None, str]:
+    """The likeliest of those that it knows."""
+    drawn = yield from _asked(prompt, _one_of(*scribe.languages.values()))
+    return next(code for code, token in scribe.languages.items() if token == drawn.token_ids[0])
+
+
+def _written(
+    scribe: Scribe, tokenizer: Tokenizer, prompt: TokenIds, wishes: Wishes, silent: float | None, *, timed: bool
+) -> Generator[Ask, Answered | None, _Text]:
+    """A window's text: the first that is good, or the last."""
+    temperatures = TEMPERATURES if wishes.temperature is None else (wishes.temperature,)
+    text = None
+    for temperature in temperatures:
+        own = {"max_tokens": None, "logprobs": 0, "seed": SEED, **wishes.sampling, "temperature": temperature}
+        params = SamplingParams(transcript=scribe.rules(timed=timed), stop_token_ids=(scribe.end,), **own)
+        drawn = yield from _asked(prompt, params)
+        ids = [each for each in drawn.token_ids if each != scribe.end]
+        plain = tokenizer.decode([each for each in ids if each < scribe.end]).strip()
+        count = len(ids) + 1  # with the end, which counts whether it came or not
+        text = _Text(ids, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
+        is_bad = (wishes.most_squeezed is not None and text.squeezed > wishes.most_squeezed) or _is_unlikely(wishes, text)
+        if not is_bad or (_is_silent(wishes, silent) and _is_unlikely(wishes, text)):
+            break
+    assert text is not None
+    return text
+
+
+def _is_unlikely(wishes: Wishes, text: _Text) -> bool:
+    return wishes.least_likely is not None and text.mean_logprob < wishes.least_likely
+
+
+def _is_silent(wishes: Wishes, silent: float | None) -> bool:
+    return wishes.silent is not None and silent is not None and silent > wishes.silent
+
+
+def _squeezed(text: str) -> float:
+    data = text.encode("utf-8", "surrogatepass")
+    return len(data) / len(zlib.compress(data))
+
+
+def _exp(logprob: float) -> float:
+    return 0.0 if logprob != logprob else min(1.0, 2.718281828459045**logprob)
+
+
+def _passages(
+    scribe: Scribe, tokenizer: Tokenizer, text: _Text, seek: int, size: int, silent: float | None
+) -> tuple[list[Passage], int]:
+    """Of a window's text, and how many frames further the next window begins."""
+    ids, first = text.token_ids, scribe.first_time
+    are_times = [each >= first for each in ids]
+    ends = [i + 1 for i, (one, other) in enumerate(pairwise(are_times)) if one and other]
+    ends_alone = are_times[-2:] == [False, True]
+    offset, seconds = seek * HOP / RATE, size * HOP / RATE
+    if ends:
+        cuts = [0, *ends, *([len(ids)] if ends_alone else [])]
+        parts = [ids[start:end] for start, end in pairwise(cuts)]
+        spans = [((part[0] - first) * SECONDS, (part[-1] - first) * SECONDS) for part in parts]
+        further = size if ends_alone else (ids[ends[-1] - 1] - first) * STEP
+    else:
+        times = [each for each in ids if each >= first]
+        last = (times[-1] - first) * SECONDS if times and times[-1] != first else seconds
+        parts, spans, further = [ids], [(0.0, last)], size
+    made = (
+        Passage(
+            offset + start, offset + end, tokenizer.decode([each for each in part if each < scribe.end]), tuple(part), seek,
+            text.temperature, text.mean_logprob, text.squeezed, silent,
+        )
+        for part, (start, end) in zip(parts, spans, strict=True)
+    )  # fmt: skip
+    return [each for each in made if each.end > each.start and each.text.strip()], further
+
+
+def joined(texts: Sequence[str]) -> str:
+    """The whole text of passages."""
+    return "".join(texts).strip()
+
+
+def pieces_of(texts: Iterator[str]) -> Iterator[str]:
+    """The same, as it comes: without what stands in front of the first word."""
+    begun = False
+    for text in texts:
+        piece = text if begun else text.lstrip()
+        begun = begun or bool(piece)
+        yield piece

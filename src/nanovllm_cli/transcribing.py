@@ -1,0 +1,100 @@
+"""What is said in a sound, by a loaded Whisper (`transcribe`): each question of `text/dictation.py` is one to the engine."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, NamedTuple
+
+from nanovllm_cli.errors import RequestError, UnmeetableError, UnsupportedError
+from nanovllm_cli.text.dictation import Answered, Ask, Dictation, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.text.scribe import Scribe, scribe_of
+
+if TYPE_CHECKING:
+    from nanovllm_cli.engine.outputs import RequestOutput
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.vision_spec import Clip
+
+OTHERS = "a model that hears and chats is asked in a message: nanovllm run MODEL --audio FILE, LLM.chat"
+
+
+class Transcript(NamedTuple):
+    """language: its code, None of a model that knows one. seconds: of the sound."""
+
+    text: str
+    language: str | None
+    seconds: float
+    passages: list[Passage]
+
+
+
+def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Transcript:
+    """sound: a file's bytes, or a data URL. Raises as `passages_of`."""
+    heard, passages = Heard(None, 0.0), []
+    for step in passages_of(llm, sound, wishes):
+        if isinstance(step, Heard):
+            heard = step
+        else:
+            passages += step
+    return Transcript(joined([each.text for each in passages]), heard.language, heard.seconds, passages)
+
+
+def passages_of(
+    llm: LLM, sound: bytes | str, wishes: Wishes, told: Callable[[RequestOutput], object] | None = None
+) -> Iterator[Heard | list[Passage]]:
+    """What the sound is, then passages of each window. told: each answer's output, for who counts tokens.
+
+    Raises UsageError for what is no sound, or an unknown language, UnsupportedError for a model that is no Whisper, or what it
+    can't do, RequestError where the model fails.
+    """
+    scribe = scribe_for(llm)
+    assert llm.hearing is not None
+    wishes_of_a_model(llm, wishes)
+    return driven(dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound), wishes), lambda ask: _answered(llm, ask, told))
+
+
+def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
+    """Raises UsageError for fields of SamplingParams that its vocabulary has not."""
+    llm.default_params.under(wishes.sampling).check_vocabulary(llm.spec.vocab_size)
+
+
+def driven(dictation: Dictation, answer: Callable[[Ask], Answered]) -> Iterator[Heard | list[Passage]]:
+    """A dictation whose questions are answered."""
+    given: Answered | None = None
+    while True:
+        try:
+            step = dictation.send(given)
+        except StopIteration:
+            return
+        given = answer(step) if isinstance(step, Ask) else None
+        if not isinstance(step, Ask):
+            yield step
+
+
+def scribe_for(llm: LLM) -> Scribe:
+    """UnsupportedError for a model that is none."""
+    from nanovllm_cli.weights.checkpoint import open_checkpoint
+
+    with open_checkpoint(llm.resolved.path) as checkpoint:
+        scribe = scribe_of(llm.hearing, llm.tokenizer, checkpoint.generation_config, llm.context_len)
+    if scribe is None:
+        told = f"{llm.name} hears nothing" if llm.hearing is None else f"{llm.name} is no Whisper"
+        raise UnsupportedError(told, OTHERS if llm.hearing is not None else "take a model that hears: whisper:tiny")
+    return scribe
+
+
+def clip_of(llm: LLM, sound: bytes | str) -> Clip:
+    from nanovllm_cli.sounds.reading import read_sent, read_sound
+
+    assert llm.hearing is not None
+    return read_sound(sound, llm.hearing, "the sound") if isinstance(sound, bytes) else read_sent(sound, llm.hearing, "the sound")
+
+
+def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> Answered:
+    (output,) = llm.generate(ask.prompt, ask.params)
+    if told is not None:
+        told(output)
+    answer = output.outputs[0]
+    if answer.error is not None:
+        what = f"the transcript failed: {answer.error}"
+        raise UnmeetableError(what) if answer.unmeetable else RequestError(what)
+    return Answered(answer.token_ids, [each.logprob for each in answer.logprobs or ()])

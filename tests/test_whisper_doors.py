@@ -1,0 +1,216 @@
+"""Whispers from the command line and a server, by a tiny model: what doors say, not what is said."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from hearing import WORDS as CHAT_WORDS
+from hearing import hearing_model
+from listening import LANGUAGES, whisper_folder
+from live_server import LiveServer, live_server
+from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
+from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.sounds.source import SOUND as MEDIUM
+from nanovllm_cli.text.subtitles import subtitles
+from nanovllm_cli.text.transcripts import asks
+from nanovllm_cli.transcribing import Transcript
+from nanovllm_cli.weights import aliases
+from sounding import noise
+from sounding import wav as saved
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
+
+pytest.importorskip("transformers")
+SOUND = saved(noise(16_000 * 2, 3))
+ARGS = ("-t", "2", "--kv-cache", "20M", "-q")
+BRIEFLY = ("--temp", "0.2", "-n", "12")
+"""A temperature that is told is the only one, and windows of a few words take no time."""
+SERVED: dict[str, Any] = {"temperature": 0.2, "extra_body": {"max_completion_tokens": 12}}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model")
+
+
+@pytest.fixture(scope="module")
+def told(folder: Path) -> Iterator[Transcript]:
+    """What the library makes of the sound, told its language."""
+    with LLM(folder, threads=2, num_blocks=64) as llm:
+        yield transcribe(llm, SOUND, Wishes("de", temperature=0.2, sampling={"max_tokens": 12}))
+        with pytest.raises(UnsupportedError, match="writes down what is said, and embeds nothing"):
+            llm.embed("hello")
+
+
+@pytest.fixture
+def sound(tmp_path: Path) -> str:
+    (tmp_path / "talk.wav").write_bytes(SOUND)
+    return str(tmp_path / "talk.wav")
+
+
+def test_run_writes_down_what_is_said(folder: Path, told: Transcript, sound: str, doors: Doors) -> None:
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--language", "German", *BRIEFLY, *ARGS)
+    assert (code, out) == (0, told.text + "\n"), "the same as the library's"
+    assert len(told.passages) > 1
+    assert told.language == "de"
+
+
+@pytest.mark.parametrize("form", ["srt", "vtt"])
+def test_run_writes_subtitles(form: Any, folder: Path, told: Transcript, sound: str, doors: Doors, tmp_path: Path) -> None:
+    output = str(tmp_path / "out")
+    more = "--language", "de", "--subtitles", form, "-o", output, *BRIEFLY
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, *more, *ARGS)
+    assert (code, out) == (0, "")
+    assert Path(output).read_text() == subtitles(told.passages, form)
+
+
+def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -> None:
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--language", "de", "--json", *BRIEFLY, *ARGS)
+    record = json.loads(out)
+    assert code == 0
+    assert record["answers"][0]["text"].strip() == told.text
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (("hello",), "writes down what is said in one sound"),
+        (("--audio", "SOUND", "--audio", "SOUND"), "one sound, and this is about 2"),
+        (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
+        (("--audio", "SOUND", "--num-answers", "2"), "--num-answers has no meaning for a transcript"),
+        (("--audio", "SOUND", "--continue", "--translate"), "cannot be used together"),
+        (("--audio", "SOUND", "--subtitles", "ass"), "srt"),
+        (("--batch", "SOUND", "--language", "de"), "cannot be used together"),
+    ],
+)  # fmt: skip
+def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:
+    code, out, err = doors.command("run", str(folder), *(sound if each == "SOUND" else each for each in words), *ARGS)
+    assert (code, out) == (2, ""), err
+    assert said in err
+
+
+def test_a_language_is_told_to_models_that_chat_as_well(tmp_path: Path, sound: str, doors: Doors) -> None:
+    model = hearing_model(tmp_path / "hearing", words=(*CHAT_WORDS, "<asr_text>"))
+    more = "-n", "9", "--temp", "0", *ARGS
+    code, out, _ = doors.command("run", str(model), "--audio", sound, "--language", "en", *more)
+    with LLM(model, threads=2, num_blocks=64) as llm:
+        part = {"type": "audio_url", "audio_url": {"url": MEDIUM.data_url(SOUND)}}
+        asked = asks(llm.hearing.transcript, llm.tokenizer, part, "en")  # type: ignore[union-attr]
+        assert asked.begins[-1] == llm.tokenizer.token_to_id("<asr_text>")
+        (output,) = llm.generate(llm.encode_chat(asked.messages) + asked.begins, SamplingParams(temperature=0.0, max_tokens=9))
+    assert (code, out.rstrip("\n")) == (0, output.outputs[0].text.rstrip("\n"))
+    code, _, err = doors.command("run", str(model), "--audio", sound, "--subtitles", "srt", *more)
+    assert (code, "is for Whispers" in err) == (2, True)
+
+
+def test_other_models_take_no_subtitles(sound: str, doors: Doors) -> None:
+    for words, said in ((("--subtitles", "srt"), "hears nothing"), (("--language", "de"), "hears nothing")):
+        code, out, err = doors.command("run", "tiny", "--audio", sound, *words, "-q")
+        assert (code, out, said in err) == (2, "", True), err
+
+
+@pytest.mark.parametrize(
+    ("words", "said", "codes"),
+    [
+        (("chat", "MODEL"), "run MODEL --audio FILE", (2,)),
+        (("embed", "MODEL", "hello"), "embeds nothing", (6,)),
+        (("convert", "MODEL", "-o", "OUT.gguf"), "GGUF has no Whisper", (6,)),
+        (("quantize", "MODEL", "--to", "int8", "-o", "OUT"), "--no-verify", (6,)),
+        (("perplexity", "MODEL", "-c", "64"), "begin with a sound", (6,)),
+        (("bench", "MODEL", "-p", "16", "-n", "4"), "begins with half a minute of sound", (2, 5)),
+    ],
+)  # fmt: skip
+def test_commands_for_texts_refuse_it(
+    words: tuple[str, ...], said: str, codes: tuple[int, ...], folder: Path, doors: Doors, tmp_path: Path
+) -> None:
+    places = {"MODEL": str(folder), "OUT": str(tmp_path / "out"), "OUT.gguf": str(tmp_path / "out.gguf")}
+    code, _, err = doors.command(*(places.get(each, each) for each in words))
+    assert code in codes, err
+    assert said in err
+    assert not any(tmp_path.iterdir())
+
+
+def test_aliases_are_openais() -> None:
+    named = {
+        "whisper": "tiny", "whisper:tiny": "tiny", "whisper:large-v3": "large-v3", "whisper:turbo": "large-v3-turbo",
+        "whisper:base.en": "base.en",
+    }  # fmt: skip
+    for name, theirs in named.items():
+        assert aliases.ALIASES[name] == f"openai/whisper-{theirs}"
+
+
+# ---- a server ----
+
+
+@pytest.fixture(scope="module")
+def live(folder: Path) -> Iterator[LiveServer]:
+    with live_server(str(folder), "--alias", "whisper") as server:
+        yield server
+
+
+@pytest.fixture(scope="module")
+def client(live: LiveServer) -> Any:
+    return pytest.importorskip("openai").OpenAI(base_url=live.base_url, api_key="none")
+
+
+def test_openais_client_gets_every_form(client: Any, told: Transcript) -> None:
+    asked: dict[str, Any] = {"model": "whisper", "file": ("talk.wav", SOUND), "language": "de", **SERVED}
+    create = client.audio.transcriptions.create
+    import openai
+
+    done = create(**asked)
+    assert done.text == told.text
+    assert done.usage.total_tokens == done.usage.input_tokens + done.usage.output_tokens > len(told.passages)
+    assert create(**asked, response_format="text") == told.text + "\n"
+    assert create(**asked, response_format="srt") == subtitles(told.passages, "srt")
+    assert create(**asked, response_format="vtt") == subtitles(told.passages, "vtt")
+    verbose = create(**asked, response_format="verbose_json", timestamp_granularities=["segment"])
+    assert (verbose.text, verbose.language, verbose.duration) == (told.text, "german", 2.0)
+    assert [each.text for each in verbose.segments] == [each.text for each in told.passages]
+    assert [each.start for each in verbose.segments] == pytest.approx([each.start for each in told.passages], abs=1e-3)
+    assert [each.avg_logprob for each in verbose.segments] == pytest.approx([each.mean_logprob for each in told.passages])
+    assert verbose.usage.seconds == 2
+    heard = create(**asked | {"language": openai.omit, "temperature": 0.4}, response_format="verbose_json")
+    assert heard.language in ("english", "german", "french")
+    assert {each.temperature for each in heard.segments} <= {0.4}
+    assert len(LANGUAGES) == 3
+
+
+def test_a_transcript_streams(client: Any, told: Transcript) -> None:
+    created = client.audio.transcriptions.create(model="whisper", file=("t.wav", SOUND), language="de", stream=True, **SERVED)
+    events = list(created)
+    *deltas, last = events
+    assert {each.type for each in deltas} == {"transcript.text.delta"}
+    assert len(deltas) > 1
+    assert "".join(each.delta for each in deltas).strip() == told.text
+    assert (last.type, last.text) == ("transcript.text.done", told.text)
+
+
+def test_translations(client: Any) -> None:
+    done = client.audio.translations.create(model="whisper", file=("talk.wav", SOUND), response_format="verbose_json", **SERVED)
+    assert (done.language, done.segments[0].start >= 0) == ("english", True)
+
+
+def test_what_a_server_refuses(client: Any) -> None:
+    import openai
+
+    asked: dict[str, Any] = {"model": "whisper", "file": ("talk.wav", SOUND), **SERVED}
+    create = client.audio.transcriptions.create
+    for more, said in (
+        ({"language": "klingon"}, "does not know the language"), ({"response_format": "diarized_json"}, "speakers"),
+        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "times of words"),
+        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"response_format": "srt", "stream": True}, "not streamed"),
+        ({"file": ("talk.wav", b"text")}, "no sound of a kind"), ({"temperature": 999}, "at most 100"),
+    ):  # fmt: skip
+        with pytest.raises(openai.BadRequestError, match=said):
+            create(**asked | more)
+    with pytest.raises(openai.BadRequestError, match="begins with half a minute of sound"):
+        client.completions.create(model="whisper", prompt="hello", max_tokens=3)
+    with pytest.raises(openai.BadRequestError, match="audio/transcriptions"):
+        client.chat.completions.create(model="whisper", messages=[{"role": "user", "content": "x"}])
+    assert create(**asked, language="de").text
