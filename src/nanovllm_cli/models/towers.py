@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models import tower_videos
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER
@@ -96,11 +97,12 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 class TowerFamily:
     """names: our names of tensors, {i} for a layer, or a stage, and {j} for a layer in that -> those in its folders, of which
     ours has the rows behind each other. What a name may begin with is left to who reads them. unread: what folders have and
-    nothing here reads, a layer's number as the only group, which then is none of the spec's."""
+    nothing here reads, a layer's number as the only group, which then is none of the spec's. video: of those that see them."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
     unread: re.Pattern[str] = re.compile(r"(?!)")
+    video: tower_videos.ReadVideo | None = None
 
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
@@ -224,10 +226,11 @@ MISTRAL3_NAMES = weights_and_biases({
     "projector.down": "multi_modal_projector.linear_2",
 })  # fmt: skip
 
-_QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, QWEN3_NAMES)
+_QWEN3_VL = TowerFamily(qwen3_vl, QWEN3_NAMES, video=tower_videos.qwen3)
+_QWEN3_5 = TowerFamily(qwen3_5, QWEN3_NAMES, video=tower_videos.qwen3)
 _OMNI2_5, _OMNI3 = TowerFamily(omni2_5, OMNI2_5_NAMES), TowerFamily(qwen3_vl, OMNI3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
-_GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
+_GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4v), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
 _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
     "AyaVisionForConditionalGeneration": TowerFamily(aya_vision, AYA_NAMES, re.compile(r"vision_tower\.post_layernorm\..*")),
@@ -238,18 +241,18 @@ TOWERS: dict[str, TowerFamily] = {
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
-    "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
+    "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES, video=tower_videos.gemma4),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
-    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4_6v),
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
     "GotOcr2ForConditionalGeneration": TowerFamily(got_ocr2, GOT_NAMES),
     "Granite4VisionForConditionalGeneration": TowerFamily(granite4, GRANITE4_NAMES),
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
-    "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
-    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD),
+    "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES, video=tower_videos.internvl),
+    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD, tower_videos.internvl),
     "LightOnOCRForConditionalGeneration": _LIGHTON_OCR,
     "LightOnOcrForConditionalGeneration": _LIGHTON_OCR,
     "LlavaForConditionalGeneration": TowerFamily(_pixtral_12b, MISTRAL3_NAMES),
@@ -265,8 +268,8 @@ TOWERS: dict[str, TowerFamily] = {
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
     "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
-    "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
-    "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
+    "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES, video=tower_videos.qwen2),
+    "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES, video=tower_videos.qwen2_5),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
     "Qwen2_5OmniModel": _OMNI2_5,
     "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI2_5,
@@ -276,5 +279,5 @@ TOWERS: dict[str, TowerFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
-    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": TowerFamily(idefics3, IDEFICS3_NAMES, video=tower_videos.smolvlm),
 }

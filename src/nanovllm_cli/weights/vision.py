@@ -20,6 +20,7 @@ from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes
 from nanovllm_cli.models.tower_fastvit import fastvit_stored
 from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.tower_sam import sam_stored
+from nanovllm_cli.models.tower_videos import with_video
 from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -67,7 +68,9 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
         return None
     if not any(map(is_of_tower, checkpoint.names())):
         return None
-    return family.read(ConfigReader(checkpoint.config, "config.json"), settings_of(folder_of(checkpoint.path), "image_processor"))
+    config, folder = ConfigReader(checkpoint.config, "config.json"), folder_of(checkpoint.path)
+    spec = family.read(config, settings_of(folder, "image_processor"))
+    return with_video(spec, family.video, config, settings_of(folder, "video_processor"))
 
 
 def vision_bytes(spec: VisionSpec, dtype: torch.dtype) -> int:
@@ -99,12 +102,14 @@ def load_tower(
 
 
 def settings_of(folder: Path, processor: str) -> ConfigReader:
-    """Of the image processor or feature extractor, as transformers finds them; empty where the folder has none."""
+    """Of the image or video processor, or feature extractor, as transformers finds them; empty where the folder has none."""
     whole, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     if whole.is_file():
         section = ConfigReader(read_json_file(whole, MAX_CONFIG_BYTES), whole.name)
         if section.has(processor):
             return section.section(processor)
+    if processor == "video_processor" and (video := folder / "video_preprocessor_config.json").is_file():
+        own = video
     return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES) if own.is_file() else {}, own.name)
 
 
@@ -203,6 +208,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.films:
+        shapes["film.weight"] = shapes["patch.weight"]
     if spec.taps:  # a matrix over colours, frames, lines and columns
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.frames * spec.patch_size**2)
     if spec.projector == "gated":  # a kernel over a cell
@@ -234,6 +241,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.flatten(0, 2)
     if spec.sam is not None and ours in ("separator.weight", "line_end.weight", "behind.lead"):
         return stored.flatten()
+    if ours == "film.weight":
+        return stored.flatten(1)
     if ours == "patch.weight":
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
