@@ -101,8 +101,8 @@ def filmed_for_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, to
 
 
 def positions_by_hand(prompt: TokenIds) -> torch.Tensor:
-    """[3, 1, T] of one video, as Qwen2-VL's paper and first code have it: what follows begins behind the largest. (In transformers
-    5.24 it begins behind the larger side, wherever the time is, in a prompt; and in what is drawn behind that, as here.)"""
+    """[3, 1, T] of one video, as Qwen2-VL's paper and first code have it: what follows begins behind the largest. (In
+    transformers 5.24 it begins behind the larger side, wherever the time is, in a prompt; and in what is drawn, as here.)"""
     first, last = prompt.images[0].start, prompt.images[-1].end
     columns = [[place] * 3 for place in range(first)]
     for placed in prompt.images:
@@ -206,6 +206,6 @@ def test_videos_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None
     for tokens in (list(good), [*good, token]):
         with pytest.raises(UsageError, match="stand for videos"):
             checked_images(seeing, tokens, tuple(tokens), None)
+    changed = TokenIds([image_token if each == token else each for each in good], good.images)
     with pytest.raises(UsageError, match="stand for images"):
-        changed = TokenIds([image_token if each == token else each for each in good], good.images)
         checked_images(seeing, changed, tuple(changed), None)

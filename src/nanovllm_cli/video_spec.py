@@ -24,7 +24,7 @@ class VideoSpec:
     are one image to the tower. size: of a frame, which has no more than its share of most_pixels of all frames, if that is not 0,
     nor less than that of least_pixels; share_floor: but no share makes it smaller than this. pace: positions that a second takes
     on the first axis of a grid that all of a video's images share; 0: an image takes one; None: each has a grid of its own, or
-    there are none."""
+    there are none. unless: a token of vocabularies whose models see videos in another way."""
 
     tokens: ImageTokens
     size: SizeRule
@@ -39,6 +39,7 @@ class VideoSpec:
     most_pixels: int = 0
     share_floor: int = 0
     pace: float | None = None
+    unless: str = ""
 
     def limited(self, most_tokens: int, cell: int, fps: float | None, most_frames: int) -> VideoSpec:
         """The same for frames of at most so many tokens of `cell` pixels on a side, of which there are no more than most_frames;

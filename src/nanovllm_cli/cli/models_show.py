@@ -270,6 +270,9 @@ def _print(
         tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
         lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
                                    f"{_layers_in_words(tower)}, {size(num_bytes)} in 16 bits"))
+    if facts.vision is not None and (video := facts.vision.video) is not None:
+        paced = f"{video.num_frames} frames" if video.num_frames else f"{video.fps:g} frames a second" if video.fps else "frames"
+        lines.insert(4, ("videos", f"{paced}, {video.most_frames} at most; --video-fps and --video-max-frames change that"))
     if (hearing := facts.hearing) is not None:
         ear, (tokens, num_bytes) = hearing.tower, _sounds(facts).values()
         lines.insert(3, ("sounds", f"{tokens:,} tokens for a minute; heard by {ear.num_layers} layers of {ear.hidden_size:,}, "

@@ -20,6 +20,8 @@ from nanovllm_cli.cli.shared_options import (
     ControlVectorsScaled,
     HfOverrides,
     ImageMaxTokens,
+    VideoFps,
+    VideoMaxFrames,
     LoraNames,
     LoraScaled,
     Mmproj,
@@ -307,6 +309,8 @@ class EngineOptions(MemoryOptions):
     mmproj: Mmproj = None
     mmproj_auto: MmprojAuto = EngineConfig().mmproj_auto
     image_max_tokens: ImageMaxTokens = EngineConfig().image_max_tokens
+    video_fps: VideoFps = None
+    video_max_frames: VideoMaxFrames = EngineConfig().video_max_frames
 
     @parsers.by_their_flags()
     def config(

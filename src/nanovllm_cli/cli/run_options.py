@@ -29,6 +29,10 @@ class PromptOptions:
         "--audio", help="A sound that the prompt is about; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    video: list[str] | None = option(
+        "--video", help="A video that the prompt is about; - is standard input. Repeatable.",
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
     system_prompt: SystemPrompt = None
     continue_last: bool = option(
         "--continue",

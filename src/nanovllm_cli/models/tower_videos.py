@@ -1,9 +1,9 @@
 """How models see videos that do: their configs -> VideoSpec. See `towers.py`, and `video_spec.py`.
 
 A video's settings are in a file of their own (video_preprocessor_config.json, or a section of processor_config.json), or, where a
-folder has none, in those of images. What they leave out is as transformers' processors have it, or as the models' own code does:
-Qwens' frames are no larger than that allows (qwen-vl-utils), which transformers is to do, too. A model is here if it was trained
-with videos; others read frames as the images that they are. Not covered: a video's sound, and videos of Omnis, which have one.
+folder has none, in those of images. What they leave out is as published models have it, or transformers' processors; Qwens'
+frames are no larger than their own code makes them (qwen-vl-utils), which transformers is to do, too. A model is here if it was
+trained with videos. Not covered: a video's sound, and videos of Omnis, which have one.
 """
 
 from __future__ import annotations
@@ -25,6 +25,8 @@ MOST_FRAMES = 768
 """That are taken of a video, whatever files say."""
 MAX_FPS = 240
 _QWEN_TOKENS = ImageTokens("<|vision_start|><|video_pad|><|vision_end|>", "<|video_pad|>")
+_OMNI_TOKEN = "<|audio_start|>"
+"""Of a Qwen3-Omni, whose GGUF files are otherwise those of a Qwen3-VL."""
 _QWEN_SHARE = 768
 """Tokens that a frame has at most, and with those that are one image together."""
 _QWEN2_SHARED = 128_000 * 9 // 10
@@ -41,8 +43,8 @@ def with_video(spec: VisionSpec, read: ReadVideo | None, config: ConfigReader, s
 
 def qwen2(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> VideoSpec:
     """All images share a grid, and follow each other on its first axis."""
-    area, least = spec.tower.cell**2, 128
-    size = _area(settings, spec, ("min_pixels", least * area), ("max_pixels", _QWEN_SHARE * area))
+    area = spec.tower.cell**2
+    size = _area(settings, spec, ("min_pixels", 4 * area), ("max_pixels", _QWEN_SHARE * area))
     shared = _QWEN2_SHARED * area * spec.tower.frames
     return VideoSpec(
         _QWEN_TOKENS, replace(size, max_pixels=min(size.max_pixels, _QWEN_SHARE * area)), "even", "qwen2",
@@ -59,12 +61,12 @@ def qwen2_5(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> V
 def qwen3(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> VideoSpec:
     """Each image is one of its own, with its time before it. Pixels are counted of all frames."""
     area = spec.tower.cell**2
-    whole = _area(settings, spec, ("min_pixels", 128 * area), ("max_pixels", _QWEN_SHARE * area))
+    whole = _area(settings, spec, ("min_pixels", 4 * area), ("max_pixels", 24 * 1024 * area))
     cap = settings.integer("max_video_tokens", _QWEN_SHARE) * area
     size = replace(whole, min_pixels=0, max_pixels=min(cap, MAX_PIXELS), small="floor")
     return VideoSpec(
         _QWEN_TOKENS, size, "spaced", "qwen3", step=spec.tower.frames, least_pixels=whole.min_pixels,
-        most_pixels=whole.max_pixels, share_floor=int(whole.min_pixels * 1.05), **_frames(settings, 4),
+        most_pixels=whole.max_pixels, share_floor=int(whole.min_pixels * 1.05), unless=_OMNI_TOKEN, **_frames(settings, 4),
     )  # fmt: skip
 
 

@@ -55,7 +55,7 @@ class Projector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
     it belongs to. configs: config.json, and the image processor's settings without colours. also: other "architectures" with the
     same projector; which it is, configs says. fused: llama.cpp wants queries, keys and values as one; what is read may be either.
-    instead: see `ImageTokens`."""
+    instead: see `ImageTokens`. videos: whether its models all see them alike, if the family does."""
 
     model: str
     texts: tuple[str, ...]
@@ -63,6 +63,7 @@ class Projector:
     also: tuple[str, ...] = ()
     fused: bool = False
     instead: str = ""
+    videos: bool = True
 
 
 def projector_of(read: ConfigReader) -> Projector:
@@ -94,7 +95,7 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
     settings |= {key: read.values.get(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
     family, of_folder = TOWERS[model], ConfigReader(config, read.where)
     spec = family.read(of_folder, ConfigReader(settings, read.where))
-    spec = with_video(spec, family.video, of_folder, ConfigReader({}, read.where))
+    spec = with_video(spec, family.video if projector.videos else None, of_folder, ConfigReader({}, read.where))
     tokens, video = replace(spec.tokens, instead=projector.instead), spec.video
     if video is not None and video.tokens.token == tokens.token:
         video = replace(video, tokens=replace(video.tokens, instead=projector.instead))
@@ -336,7 +337,7 @@ PROJECTORS = {
         "LightOnOCRForConditionalGeneration", ("qwen3",), _lighton, also=("LightOnOcrForConditionalGeneration",)
     ),
     "glm4v": Projector(
-        "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True,
+        "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True, videos=False,
         also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
     ),
     "deepseekocr": Projector("DeepseekOCRForCausalLM", ("deepseek2-ocr",), deepseek_ocr_from_gguf, fused=True),

@@ -32,7 +32,7 @@ def in_vocabulary(senses: Senses, tokenizer: Tokenizer) -> Senses:
         tokens = sense.tokens
         if isinstance(sense, VisionSpec) and (video := sense.video) is not None:
             of_frames = _known(video.tokens, tokenizer)
-            is_there = of_frames.token in tokenizer.control_tokens
+            is_there = of_frames.token in tokenizer.control_tokens and video.unless not in tokenizer.control_tokens
             sense = replace(sense, video=replace(video, tokens=of_frames) if is_there else None)
         return replace(sense, tokens=_known(tokens, tokenizer))
 
