@@ -23,8 +23,8 @@ from nanovllm_cli.cli.table import aligned, shortened
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.source import IMAGE
-from nanovllm_cli.sent import Medium
 from nanovllm_cli.images.video_source import VIDEO
+from nanovllm_cli.sent import Medium
 from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:

@@ -219,8 +219,8 @@ class Chat:
             self.ask(text[1:] if text.startswith("//") else text)
 
     def attach(self, url: str, name: str) -> int | None:
-        """An image, a sound or a video, as a data URL, goes with the next message. Returns its tokens, None where nobody knows. Raises
-        UsageError for one that can't be read, or where the model reads none."""
+        """An image, a sound or a video, as a data URL, goes with the next message. Returns its tokens, None where nobody knows.
+        Raises UsageError for one that can't be read, or where the model reads none."""
         model, kind = self.model, kind_of(url)
         does = {IMAGES: model.reads_images, SOUNDS: model.hears, VIDEOS: model.sees_videos}[kind]
         if does is False:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import subprocess
 import sys
@@ -45,12 +46,14 @@ class Film:
 
     @property
     def rate(self) -> float:
-        """Frames a second, of all of it."""
-        return len(self.times) / self.seconds
+        """Frames a second, of all of it; without what sums of seconds are off by."""
+        return round(len(self.times) / self.seconds, 9)
 
     def shown_at(self, seconds: float) -> int:
-        """Which frame is; times may be rounded."""
-        return max(0, bisect_right(self.times, seconds + 0.5 / self.rate) - 1)
+        """Which frame is; times may be rounded, by less than half of what most frames are shown for."""
+        apart = sorted(after - before for before, after in itertools.pairwise(self.times))
+        near = apart[len(apart) // 2] / 2 if apart else 0.0
+        return max(0, bisect_right(self.times, seconds + near) - 1)
 
 
 @contextlib.contextmanager

@@ -11,7 +11,7 @@ VIDEO = Medium(
     kinds="MP4, MOV, MKV, WebM, AVI, MPEG, OGV or FLV, and GIF, WebP or PNG that move",
     beginnings=re.compile(
         rb"(?P<mp4>.{4}(?:ftyp(?!avi|hei|hev|mif|msf)|moov|mdat|wide|skip|free|pnot))|(?P<matroska>\x1a\x45\xdf\xa3)"
-        rb"|(?P<avi>RIFF.{4}AVI )|(?P<ogg>OggS)|(?P<flv>FLV\x01)|(?P<mpeg>\0\0\1[\xba\xb3])"
+        rb"|(?P<avi>RIFF.{4}AVI )|(?P<ogg>OggS)|(?P<flv>FLV\x01)|(?P<mpeg>\x00\x00\x01[\xba\xb3])"
         rb"|(?P<mpegts>G.{187}G.{187}G)|(?P<gif>GIF8[79]a)|(?P<webp>RIFF.{4}WEBP)|(?P<png>\x89PNG\r\n\x1a\n)",
         re.DOTALL,
     ),

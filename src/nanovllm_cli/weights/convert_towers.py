@@ -97,9 +97,9 @@ def tower_header(name: str, kind: int, keys: Mapping[str, Any]) -> Header:
 
 
 def check_spec(wanted: Sense, found: Sense) -> None:
-    """found: what a file's header is read as. UnsupportedError where that is another tower. Files don't say whether a model sees
-    videos: of one that has no form for them in either, it is not asked."""
-    if isinstance(wanted, VisionSpec) and isinstance(found, VisionSpec) and (wanted.video is None or found.video is None):
+    """found: what a file's header is read as. UnsupportedError where that is another tower. Files say nothing of videos, which
+    are as published then."""
+    if isinstance(wanted, VisionSpec) and isinstance(found, VisionSpec):
         wanted, found = (replace(each, video=None, tower=replace(each.tower, films=False)) for each in (wanted, found))
     if lost := sorted(_differences(asdict(wanted), asdict(found))):
         raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")

@@ -69,8 +69,8 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
     if not any(map(is_of_tower, checkpoint.names())):
         return None
     config, folder = ConfigReader(checkpoint.config, "config.json"), folder_of(checkpoint.path)
-    spec = family.read(config, settings_of(folder, "image_processor"))
-    return with_video(spec, family.video, config, settings_of(folder, "video_processor"))
+    images = settings_of(folder, "image_processor")
+    return with_video(family.read(config, images), family.video, config, _of_videos(folder, images))
 
 
 def vision_bytes(spec: VisionSpec, dtype: torch.dtype) -> int:
@@ -102,15 +102,21 @@ def load_tower(
 
 
 def settings_of(folder: Path, processor: str) -> ConfigReader:
-    """Of the image or video processor, or feature extractor, as transformers finds them; empty where the folder has none."""
+    """Of the image processor or feature extractor, as transformers finds them; empty where the folder has none."""
     whole, own = folder / "processor_config.json", folder / "preprocessor_config.json"
     if whole.is_file():
         section = ConfigReader(read_json_file(whole, MAX_CONFIG_BYTES), whole.name)
         if section.has(processor):
             return section.section(processor)
-    if processor == "video_processor" and (video := folder / "video_preprocessor_config.json").is_file():
-        own = video
     return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES) if own.is_file() else {}, own.name)
+
+
+def _of_videos(folder: Path, images: ConfigReader) -> ConfigReader:
+    """Settings of the video processor; where a folder has none, those of images."""
+    own = folder / "video_preprocessor_config.json"
+    if (found := settings_of(folder, "video_processor")).where.startswith("processor_config"):
+        return found
+    return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES), own.name) if own.is_file() else images
 
 
 def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> dict[str, list[str]]:
