@@ -309,10 +309,10 @@ def test_the_tokenizer_and_the_template_show_images_too(server: Server) -> None:
 
 
 def test_clients_are_told_whether_images_are_read(server: Server) -> None:
-    assert server.get("/props")["modalities"] == {"vision": True, "audio": False}
+    assert server.get("/props")["modalities"] == {"vision": True, "audio": False, "video": True}
     assert server.state.max_body_bytes() == IMAGES_BODY
     server.facts = msgspec.structs.replace(FACTS, vision=None)
-    assert server.get("/props")["modalities"] == {"vision": False, "audio": False}
+    assert server.get("/props")["modalities"] == {"vision": False, "audio": False, "video": False}
     assert server.state.max_body_bytes() == TEXTS_BODY
     server.engine.facts = None  # nobody knows yet
     assert server.state.max_body_bytes() == IMAGES_BODY

@@ -141,8 +141,9 @@ class Prompts:
         """As the template takes it. Raises UsageError for images, sounds or videos of a conversation that was with another
         model."""
         llm = self.prompting.llm
+        does = {IMAGES: llm.vision, SOUNDS: llm.hearing, VIDEOS: None if llm.vision is None else llm.vision.video}
         for kind in (kind_of(url) for each in messages for url in each.images):
-            if kind not in kinds_of(llm.senses):
+            if does[kind] is None:
                 name, command = f"{WORDS[kind]}s", _COMMANDS[kind]
                 hint = f'/model NAME takes another model; /undo, /clear or /{command} "" leaves {name} out'
                 raise UsageError(f"{llm.name} {LACKS[kind]}, and the conversation has {name}", hint)
