@@ -102,7 +102,7 @@ def test_broken_settings_are_told(videos: Any, tmp_path: Path) -> None:
 
 
 def test_what_is_not_done_to_frames_is_told(tmp_path: Path) -> None:
-    with pytest.raises(UnsupportedError, match="video_preprocessor_config.json: do_resize"):
+    with pytest.raises(UnsupportedError, match="do_resize"):
         read(folder_of(tmp_path, QWEN3_VL_4B, IMAGES["qwen3"], {"do_resize": False}))
 
 
