@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import Glm46VConfig
 
-from engines import engine_for, greedy, run
+from engines import engine_for, greedy, run, worker_for
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.hearing_spec import Senses
@@ -23,7 +23,7 @@ MODELS.setdefault("glm4.6v", Glm46VConfig(
     vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "image_size": 20,
                                 "model_type": "glm4v_vision"},
 ))  # fmt: skip
-APART = ["qwen3-vl", "qwen3.5", "glm4v", "glm4v, 2 of 5 experts", "glm4.6v", "smolvlm", "internvl", "gemma4",
+APART = ["exaone4.5", "qwen3-vl", "qwen3.5", "glm4v", "glm4v, 2 of 5 experts", "glm4.6v", "smolvlm", "internvl", "gemma4",
          "gemma4, whole in windows"]  # fmt: skip
 NAMES = ["qwen2-vl", "qwen2.5-vl", *APART]
 VIDEO_TOKEN = 511
@@ -97,6 +97,8 @@ def filmed_for_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, to
             "mm_token_type_ids": 2 * is_video}  # fmt: skip
     if kind in ("qwen2_vl", "qwen2_5_vl"):
         seen["position_ids"] = positions_by_hand(prompt)
+    if kind == "exaone4_5":
+        seen.pop("mm_token_type_ids")
     return seen
 
 
@@ -209,3 +211,15 @@ def test_videos_that_do_not_fit_their_prompt_are_refused(tmp_path: Path) -> None
     changed = TokenIds([image_token if each == token else each for each in good], good.images)
     with pytest.raises(UsageError, match="stand for images"):
         checked_images(seeing, changed, tuple(changed), None)
+
+
+def test_several_processes_see_the_same(tmp_path: Path) -> None:
+    _, worker, vision, image_token = opened("qwen2.5-vl", tmp_path)
+    prompt = prompt_of(vision, token_of(vision, image_token), 5, a_video(vision, 3, (0, 3, 7)), 6)
+    (alone,) = run(engine_for(worker), [(prompt, greedy(8))])
+    divided = worker_for(tmp_path, dtype="float32", tensor_parallel_size=2)
+    try:
+        (together,) = run(engine_for(divided), [(prompt, greedy(8))])
+    finally:
+        divided.close()
+    assert together.outputs[0].token_ids == alone.outputs[0].token_ids

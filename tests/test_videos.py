@@ -171,6 +171,7 @@ def test_texts_are_as_models_were_trained() -> None:
     assert texts_of("gemma4", times, 90.0) == ("00:00 <|image>", "<image|> 01:01 <|image>", "<image|>")
     assert texts_of("glm", times, 90.0)[1:] == ("<|end_of_image|>0<|begin_of_image|>", "<|end_of_image|>61")
     assert texts_of("glm4.6", times, 90.0)[-1] == "<|end_of_image|>61.5 seconds"
+    assert texts_of("plain", times, 90.0) == ("", "", "")
     assert texts_of("qwen2", times, 90.0) == ("<|vision_start|>", "", "<|vision_end|>")
     around = "<fake_token_around_image>"
     assert texts_of("smolvlm", times, 3690.0) == (

@@ -14,7 +14,7 @@ from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.tokens_spec import ImageTokens
 
 Sampling = Literal["spaced", "even", "middles", "seconds", "dynamic", "trimmed"]
-Wording = Literal["qwen2", "qwen3", "glm", "glm4.6", "internvl", "gemma4", "smolvlm"]
+Wording = Literal["plain", "qwen2", "qwen3", "glm", "glm4.6", "internvl", "gemma4", "smolvlm"]
 
 
 @dataclass(frozen=True, slots=True)

@@ -24,6 +24,11 @@ Pairs = list[tuple[str, str]]
 """What is in front of each image, and behind it."""
 
 
+def _plain(times: Sequence[Sequence[float]], seconds: float) -> Pairs:
+    """What is around them the template has written."""
+    return [("", "") for _ in times]
+
+
 def _qwen2(times: Sequence[Sequence[float]], seconds: float) -> Pairs:
     """Nothing is between them."""
     pairs = [("", "") for _ in times]
@@ -65,8 +70,8 @@ def _smolvlm(times: Sequence[Sequence[float]], seconds: float) -> Pairs:
 
 
 _WORDINGS: dict[Wording, Callable[[Sequence[Sequence[float]], float], Pairs]] = {
-    "qwen2": _qwen2, "qwen3": _qwen3, "glm": _glm, "glm4.6": _glm_4_6, "internvl": _internvl, "gemma4": _gemma4,
-    "smolvlm": _smolvlm,
+    "plain": _plain, "qwen2": _qwen2, "qwen3": _qwen3, "glm": _glm, "glm4.6": _glm_4_6, "internvl": _internvl,
+    "gemma4": _gemma4, "smolvlm": _smolvlm,
 }  # fmt: skip
 
 

@@ -58,6 +58,12 @@ def qwen2_5(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> V
     return replace(qwen2(config, settings, spec), pace=min(pace, 1e4))
 
 
+def exaone4_5(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> VideoSpec:
+    """The same, whose tokens have the positions of a text's."""
+    tokens = ImageTokens("<|video_pad|>", "<|video_pad|>")
+    return replace(qwen2(config, settings, spec), tokens=tokens, wording="plain", pace=None)
+
+
 def qwen3(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> VideoSpec:
     """Each image is one of its own, with its time before it. Pixels are counted of all frames."""
     area = spec.tower.cell**2

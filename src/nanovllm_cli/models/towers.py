@@ -238,7 +238,7 @@ TOWERS: dict[str, TowerFamily] = {
     "DeepseekOCRForCausalLM": TowerFamily(deepseek_ocr, DEEPSEEK_OCR_NAMES, DEEPSEEK_OCR_UNREAD),
     "DeepseekOCR2ForCausalLM": TowerFamily(deepseek_ocr2_code, DEEPSEEK_OCR2_NAMES),
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
-    "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
+    "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES, video=tower_videos.exaone4_5),
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES, video=tower_videos.gemma4),
