@@ -31,6 +31,8 @@ from nanovllm_cli.images.source import IMAGE
 from nanovllm_cli.images.video_source import VIDEO
 from nanovllm_cli.server.messages import Facts, Generate
 from nanovllm_cli.text.content_parts import IMAGES, content_of
+from nanovllm_cli.text.image_tokens import Sent, with_marks
+from nanovllm_cli.vision_spec import Image, ImageTokens, Picture, Video
 from seeing import FIRST, TEMPLATE, png, seeing_model
 from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
@@ -109,6 +111,16 @@ def test_a_template_that_knows_videos_says_the_same_as_one_that_does_not(folder:
         other = knows.encode_chat(mixed)
     assert (list(other), other.images) == (list(prompt), prompt.images)
     assert text_of(llm, mixed)
+
+
+def test_frames_that_stand_as_images_do_are_in_the_order_of_the_template() -> None:
+    """Which writes videos before images, whatever a message has first; both are of the same token."""
+    still, film = (Image.of(8, 8, bytes([value]) * 192) for value in (1, 2))
+    sent: list[Sent] = [Picture((still,)), Video((film, film), ("1:", "2:", "."), (), 1.0)]
+    marks = {"images": ImageTokens("<image>", "<image>"), "video": ImageTokens("<video>", "<image>")}
+    made = with_marks("<video> <image>", [], marks, sent)
+    assert made.text == "1:<image>2:<image>. <image>"
+    assert made.sent == sent[::-1]
 
 
 def test_parts_of_several_forms_are_one_video(llm: LLM) -> None:
