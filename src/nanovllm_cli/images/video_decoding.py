@@ -65,7 +65,7 @@ def opened(data: bytes, kind: str, where: str) -> Iterator[Film]:
         return
     if find_spec("av") is None:
         told = f"{where} is a video, and PyAV is not installed"
-        raise UnsupportedError(told, "pip install 'nanovllm-cli[video]', or pip install av")
+        raise UnsupportedError(told, "pip install av, which brings FFmpeg along")
     child = subprocess.Popen(
         [sys.executable, "-P", str(Path(video_decoder.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
