@@ -408,7 +408,7 @@ def test_a_model_without_eyes(chat: Chat, monkeypatch: pytest.MonkeyPatch) -> No
     assert told(chat, "/ctx")[0].startswith(f"{used:,} of 1,024 tokens")
     for line in ("more", "/regen", "/continue"):
         [failed] = told(chat, line)
-        assert "reads no images, and the conversation has some" in failed
+        assert "reads no images, and the conversation has images" in failed
         assert '/undo, /clear or /image ""' in failed
     assert len(chat.conversation.messages) == 2
     assert told(chat, "/undo", '/image ""', "more")[2:] == []

@@ -67,6 +67,7 @@ def test_every_command(chat: Open, tmp_path: Path) -> None:
         "/undo": "taken back: say hi",
         "/file notes.txt": "notes.txt",
         "/audio nowhere.wav": "no file nowhere.wav",
+        "/video nowhere.mp4": "no file nowhere.mp4",
         "/image nowhere.png": "no file nowhere.png",
         "/clear": "a new conversation",
         "say again": "say again<a>]",

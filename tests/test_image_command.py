@@ -130,6 +130,6 @@ def test_commands_say_that_it_reads_images(run: Run, folder: Path, doors: Doors)
     code, out, _ = doors.command("models", "show", str(folder), "--json")
     assert json.loads(out)["images"]["bytes"] > 0
     code, out, _ = doors.command("plan", str(folder), "--roofline", "off")
-    assert "images are read" in out
+    assert "images and videos are read" in out
     code, out, _ = doors.command("models", "show", "tiny", "--json")
     assert json.loads(out)["images"] == {}

@@ -239,7 +239,7 @@ def test_the_text_around_pieces_is_transformers(picture: Picture) -> None:
 def test_images_in_pieces_and_without_get_their_own_text_each() -> None:
     vision = read(LFM2_VL)
     text = "a<image>b<image>c<image>"
-    made, plain = with_marks(text, [9], {False: vision.tokens}, [blank(3, 2, 1), blank(1)])
+    made, plain, _ = with_marks(text, [9], {"images": vision.tokens}, [blank(3, 2, 1), blank(1)])
     one = "<|image_start|><image><|image_end|>"
     cut = "<|image_start|><|img_row_1_col_1|><image><|img_row_2_col_1|><image><|img_thumbnail|><image><|image_end|>"
     assert made == f"a{cut}b<image>c{one}"

@@ -311,13 +311,13 @@ def test_markers_of_nothing_are_passed_in_time() -> None:
 
 def test_what_pillow_warns_of_is_not_said(tmp_path: Path) -> None:
     data = saved("JPEG", exif=b"Exif\0\0II*\0\x08\0\0\0\x02\0\x0f\x01\x02\0\xff\xff\0\0\x10\0\0\0")
-    reading._hush.cache_clear()
+    reading.hush.cache_clear()
     with warnings.catch_warnings(record=True) as said:
         warnings.simplefilter("always")
         assert isinstance(read_image(data, SPEC, "it"), Picture)
         assert said == []
         pillow.open(io.BytesIO(data)).getexif()
-    reading._hush.cache_clear()
+    reading.hush.cache_clear()
 
 
 def test_many_at_once_are_as_one_by_one() -> None:

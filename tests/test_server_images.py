@@ -309,10 +309,10 @@ def test_the_tokenizer_and_the_template_show_images_too(server: Server) -> None:
 
 
 def test_clients_are_told_whether_images_are_read(server: Server) -> None:
-    assert server.get("/props")["modalities"] == {"vision": True, "audio": False}
+    assert server.get("/props")["modalities"] == {"vision": True, "audio": False, "video": False}
     assert server.state.max_body_bytes() == IMAGES_BODY
     server.facts = msgspec.structs.replace(FACTS, vision=None)
-    assert server.get("/props")["modalities"] == {"vision": False, "audio": False}
+    assert server.get("/props")["modalities"] == {"vision": False, "audio": False, "video": False}
     assert server.state.max_body_bytes() == TEXTS_BODY
     server.engine.facts = None  # nobody knows yet
     assert server.state.max_body_bytes() == IMAGES_BODY
@@ -580,7 +580,7 @@ def test_clients_get_what_the_model_says_of_an_image(folder: Path, live: LiveSer
         with pytest.raises(openai.BadRequestError, match="none is opened here"):
             client.chat.completions.create(messages=chat_with(chat_image("https://example.com/a.png"))["messages"], **more)
         (model,) = client.models.list().data
-        assert model.architecture == {"input_modalities": ["text", "image"]}
+        assert model.architecture == {"input_modalities": ["text", "image", "video"]}
     message = message_with(text("what is "), block("A"), text("?")) | {"model": "seeing", "max_tokens": 8, "temperature": 0}
     status, told = live.post("/v1/messages", message)
     assert (status, told["content"]) == (200, [text(expected["A"])])

@@ -107,7 +107,7 @@ REFUSED: list[tuple[dict[str, Any], type[NanovllmError], str]] = [
     ({"type": "audio", "audio": "file:///etc/passwd"}, UnsupportedError, "none is opened here"),
     ({"type": "audio", "path": "/etc/passwd"}, UsageError, "has no sound"),
     ({"type": "image_url", "image_url": {"url": "data:image/png;base64,AA"}}, UnsupportedError, "reads no images"),
-    ({"type": "video_url", "video_url": {"url": URLS[0]}}, UnsupportedError, "read no video"),
+    ({"type": "video_url", "video_url": {"url": URLS[0]}}, UnsupportedError, "reads no videos"),
     (sound_part(png()), UsageError, "nor a sound in base64 of a kind"),
     ({"type": "audio", "audio": "data:audio/wav;base64,AAAA"}, UsageError, "no sound of a kind"),
 ]
@@ -291,7 +291,7 @@ def test_a_server_hears_what_clients_send(live: LiveServer, llm: LLM) -> None:
     status, tokens = live.post("/tokenize", {"model": "hearing", "messages": asked(SOUNDS[0])})
     assert tokens["tokens"] == list(llm.encode_chat(asked(SOUNDS[0])))
     assert live.get("/v1/models")[1]["data"][0]["architecture"] == {"input_modalities": ["text", "audio"]}
-    assert live.get("/props")[1]["modalities"] == {"vision": False, "audio": True}
+    assert live.get("/props")[1]["modalities"] == {"vision": False, "audio": True, "video": False}
     seen = {"type": "image_url", "image_url": {"url": "data:"}}
     refused: list[tuple[str, dict[str, Any], str, str | None]] = [
         ("/v1/chat/completions", {"messages": asked(SOUNDS[0][:60])}, "shorter than 0.1 seconds", "messages[0].content[0]"),

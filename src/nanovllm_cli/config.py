@@ -38,6 +38,7 @@ DRAFTED_TOKENS = 8
 MTP_TOKENS = 4
 """A layer that guesses by its own guesses is right less and less."""
 MAX_SCALE = 1e6
+MAX_VIDEO_FPS = 240
 MAX_LORA_MODULES = 64
 MAX_LORA_NAME = 200
 _NAMES_OF_VLLM = {"enforce_eager": "eager", "quantization": "quant", "num_gpu_blocks_override": "num_blocks",
@@ -141,7 +142,8 @@ class EngineConfig:
     mtp: the model's own layer for further tokens guesses, where it has one (`models/mtp.py`).
     mmproj: what a GGUF model sees by, in a file of its own: a path, or a name on the hub. None takes one that lies beside the
         model, if mmproj_auto.
-    image_max_tokens: most tokens that an image is made into, where a model takes images of many sizes.
+    image_max_tokens: most tokens that an image is made into, where a model takes images of many sizes, and a frame of a video.
+    video_fps: frames of a video that are taken of each second; None: as the model was trained. video_max_frames: of all of it.
     draft_min_p: the least probability that a token has for the draft model, or that layer, to guess it; 0 guesses always.
     cache_salt_secret: key of the prefix cache's hash chain; None draws one for this process.
     threads: of the CPU, of all processes together; None is one a processor.
@@ -189,6 +191,8 @@ class EngineConfig:
     mmproj: str | None = None
     mmproj_auto: bool = True
     image_max_tokens: int = 4096
+    video_fps: float | None = None
+    video_max_frames: int = 32
     draft_min_p: float = 0.75
     cache_salt_secret: bytes | None = None
 
@@ -205,9 +209,12 @@ class EngineConfig:
         object.__setattr__(self, "overrides", as_overrides(self.overrides))
         if self.dtype not in get_args(DTypeName):
             raise UsageError(f"unknown dtype {self.dtype!r}", f"known: {', '.join(get_args(DTypeName))}")
-        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "image_max_tokens"):
+        for name in ("max_num_seqs", "max_num_batched_tokens", "block_size", "tensor_parallel_size", "image_max_tokens",
+                     "video_max_frames"):  # fmt: skip
             if getattr(self, name) < 1:
                 raise UsageError(f"{name} must be at least 1, not {getattr(self, name)}")
+        if self.video_fps is not None and not 0 < self.video_fps <= MAX_VIDEO_FPS:
+            raise UsageError(f"video_fps must be above 0 and at most {MAX_VIDEO_FPS}, not {self.video_fps}")
         if self.tensor_parallel_size > MAX_PROCESSES:
             raise UsageError(f"tensor_parallel_size must be at most {MAX_PROCESSES}, not {self.tensor_parallel_size}")
         if not 0 <= self.num_speculative_tokens <= MAX_GUESSES:

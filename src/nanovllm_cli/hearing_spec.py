@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.cross_spec import lead_of
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, VisionSpec
+from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, Video, VisionSpec
 
 RATE = 16_000
 """Samples a second of all that is heard here."""
@@ -255,7 +255,7 @@ class HearingSpec:
         """Of a sound, however short."""
         return self.tower.num_made(self.piece) if self.padded and not self.framed else 1
 
-    def num_tokens(self, clip: Picture | Clip) -> int:
+    def num_tokens(self, clip: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
         assert isinstance(clip, Clip)
         return sum(self.tower.num_made(sound.heard) for sound in clip.images)
@@ -313,13 +313,13 @@ class Senses(NamedTuple):
     def all(self) -> list[Sense]:
         return [sense for sense in (self.vision, self.hearing) if sense is not None]
 
-    def by(self, sent: Image | Sound | Picture | Clip) -> Sense:
+    def by(self, sent: Image | Sound | Picture | Clip | Video) -> Sense:
         """Which it is perceived by; by one of these it is."""
         sense = self.hearing if isinstance(sent, Sound | Clip) else self.vision
         assert sense is not None
         return sense
 
-    def num_tokens(self, sent: Picture | Clip) -> int:
+    def num_tokens(self, sent: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
         return self.by(sent).num_tokens(sent)
 

@@ -11,19 +11,23 @@ from nanovllm_cli.mosaic import Mosaic
 
 class Image(NamedTuple):
     """As a tower takes it, of a size that its `SizeRule` gives: RGB, a byte a colour, line by line. mosaic: of squares one below
-    the other, which are one image to the tower. digest: of all that."""
+    the other, which are one image to the tower. frames: of a video, so many that follow each other and are one image to the
+    tower. digest: of all that."""
 
     height: int
     width: int
     pixels: bytes
     digest: bytes
     mosaic: Mosaic | None = None
+    frames: int = 1
 
     @classmethod
-    def of(cls, height: int, width: int, pixels: bytes, mosaic: Mosaic | None = None) -> Image:
+    def of(cls, height: int, width: int, pixels: bytes, mosaic: Mosaic | None = None, frames: int = 1) -> Image:
         """With its digest."""
         sides = b"".join(each.to_bytes(4, "big") for each in (height, width, *(mosaic or ())))
-        return cls(height, width, pixels, hashlib.blake2b(sides + pixels, digest_size=16).digest(), mosaic)
+        several = b"" if frames == 1 else b"frames" + frames.to_bytes(4, "big")
+        digest = hashlib.blake2b(several + sides + pixels, digest_size=16).digest()
+        return cls(height, width, pixels, digest, mosaic, frames)
 
     @property
     def num_squares(self) -> int:
@@ -77,3 +81,18 @@ class Picture(NamedTuple):
     @property
     def num_pixels(self) -> int:
         return sum(image.height * image.width for image in self.images)
+
+
+class Video(NamedTuple):
+    """A video as somebody sent it, in the images that a tower reads, each of a frame or of a few. texts: what is written in front
+    of each, and behind the last one. times: of images that share one grid of positions, where each lies on its first axis; none
+    where each has its own. seconds: that it lasts."""
+
+    images: tuple[Image, ...]
+    texts: tuple[str, ...]
+    times: tuple[int, ...]
+    seconds: float
+
+    @property
+    def num_bytes(self) -> int:
+        return sum(image.num_bytes for image in self.images)

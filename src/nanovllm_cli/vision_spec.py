@@ -17,8 +17,11 @@ from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
 from nanovllm_cli.pictures import Sound as Sound
+from nanovllm_cli.pictures import Video as Video
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.tokens_spec import ImageTokens as ImageTokens
+from nanovllm_cli.video_spec import Filmed, Moment, VideoSpec, are_moments
 
 
 class PlacedImage(NamedTuple):
@@ -33,7 +36,7 @@ class PlacedImage(NamedTuple):
     behind: so many tokens behind those that stand for it belong to what is whole (PaliGemma's prompt), or fill up its blocks.
     leads: it is in front of a prompt and no part of the text, which begins behind it; see `CrossSpec`.
     canvas: with a grid that it shares with others; `start` is then a token in front of its lines, which is read as any other, as
-    are those behind.
+    are those behind. moment: of an image of a video.
     """
 
     image: Image | Sound
@@ -49,6 +52,7 @@ class PlacedImage(NamedTuple):
     canvas: Canvas | None = None
     behind: int = 0
     leads: bool = False
+    moment: Moment | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -82,6 +86,8 @@ class PlacedImage(NamedTuple):
         """Rotary positions that it takes."""
         if self.leads:
             return 0
+        if self.moment is not None:
+            return self.moment.extent
         if self.canvas is not None:
             return self.canvas.extent
         return max(self.rows, self.columns) if self.has_grid else self.num_tokens
@@ -98,59 +104,6 @@ class TokenIds(list[int]):
         """With tokens behind these; their images stay where they are."""
         assert not isinstance(behind, TokenIds) or not behind.images
         return TokenIds([*self, *behind], self.images)
-
-
-@dataclass(frozen=True, slots=True)
-class ImageTokens:
-    """What stands for an image, or a sound. marker: what a chat template writes for it; before, token, after: what that becomes,
-    `token` as often as there are rows of the tower's output. line_end: a token behind each line of these, the last one's being
-    last_end. instead: of `token`, where a vocabulary lacks that; which it is changes nothing.
-    Where images are cut into pieces, in front of the token of a piece is `piece`, with {row}, {column} or {number} from 1 on,
-    behind each line of them pieces_end, and then `whole` and the token of all of it; in front of that of an image that is not
-    cut, `alone`, and behind it alone_end, if that is not None, instead of `after`.
-    whole_first: `whole`, the token of all of it and `after` are in front of the pieces, and pieces_end only between their lines.
-    piece_end: behind the token of a piece; between: behind that, but for the last of a line. {number} in `before`: how many
-    images there are before it.
-    line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
-    marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
-    often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
-    asked: control tokens that somebody's text may name all the same, which say what to do with an image, and which answers show.
-    """
-
-    marker: str
-    token: str
-    before: str = ""
-    after: str = ""
-    line_end: str = ""
-    last_end: str = ""
-    instead: str = ""
-    piece: str = ""
-    pieces_end: str = ""
-    whole: str = ""
-    alone: str = ""
-    alone_end: str | None = None
-    line: str | None = None
-    whole_first: bool = False
-    piece_end: str = ""
-    between: str = ""
-    marks: tuple[str, ...] = ()
-    often: int = 1
-    asked: tuple[str, ...] = ()
-
-    def text(self, picture: Picture | Clip, number: int = 0) -> str:
-        """With one token for each of the picture's images, or of a clip's pieces."""
-        before = self.before.replace("{number}", str(number))
-        if isinstance(picture, Clip) or not picture.rows:
-            after = self.after if self.alone_end is None else self.alone_end
-            return before + self.alone + self.token * len(picture.images) + after
-        columns, behind = range(1, picture.columns + 1), self.token + self.piece_end
-        lines = [
-            self.between.join(self.piece.format(row=i + 1, column=j, number=i * picture.columns + j) + behind for j in columns)
-            for i in range(picture.rows)
-        ]
-        if self.whole_first:
-            return before + self.whole + self.token + self.after + self.pieces_end.join(lines)
-        return before + "".join(line + self.pieces_end for line in lines) + self.whole + self.token + self.after
 
 
 class Query(NamedTuple):
@@ -179,7 +132,8 @@ class TowerSpec:
     """A vision transformer (Dosovitskiy et al. 2020), and what makes of its rows those that a decoder reads.
 
     Patches of patch_size x patch_size pixels become rows of hidden_size; a cell of merge x merge of them, one row of
-    out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike. activation: of an MLP,
+    out_size. frames: of its patches' kernel, for videos; an image is shown to all of them alike; films: it reads videos, so that
+    there is the kernel of each. activation: of an MLP,
     down(act(up(x))), or gated, down(act(gate(x)) * up(x)). norm: layer norms, or RMS norms. bias: of all matrices, if
     qkv_bias of queries, keys and values, too; patch_bias of the patches'; projector_bias of the two layers of "joined".
     positions: a learned table of so many rows, a square that is stretched to an image's grid; 0: none. lead: in front of all
@@ -238,6 +192,7 @@ class TowerSpec:
     projector_size: int = 0
     merged_size: int = 0
     frames: int = 0
+    films: bool = False
     gated: bool = False
     bias: bool = True
     qkv_bias: bool = True
@@ -342,7 +297,7 @@ class VisionSpec:
     """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
     see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them; whole_in_windows: only in
     layers with a window. markers: of pieces that share a canvas; see `PlacedImage`. prefix: a prompt is an image and a text
-    behind it, so many tokens at most, all of which see each other; 0: it is anything."""
+    behind it, so many tokens at most, all of which see each other; 0: it is anything. video: how it sees one, if it does."""
 
     tower: TowerSpec
     size: SizeRule
@@ -354,12 +309,15 @@ class VisionSpec:
     whole_in_windows: bool = False
     markers: Markers | None = None
     prefix: int = 0
+    video: VideoSpec | None = None
 
-    def limited(self, most: int) -> VisionSpec:
-        """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed."""
+    def limited(self, most: int, fps: float | None = None, most_frames: int = 768) -> VisionSpec:
+        """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed, and for
+        videos of frames that are no larger; see `VideoSpec.limited`."""
         tower = self.tower
         size = self.size.limited(most, tower.cell, ends=self._ends, framed=self._framed, squares=tower.squares)
-        return replace(self, size=size)
+        video = None if self.video is None else self.video.limited(most, tower.cell, fps, most_frames)
+        return replace(self, size=size, video=video)
 
     @property
     def least_tokens(self) -> int:
@@ -370,21 +328,26 @@ class VisionSpec:
         side = (side or self.tower.cell) // self.tower.cell
         return side * (side + self._ends) + 2 * self._framed + (3 if rule.apart else rule.kind in ("mosaic", "pages"))
 
-    def num_tokens(self, picture: Picture | Clip) -> int:
+    def num_tokens(self, picture: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
-        assert isinstance(picture, Picture)
+        assert isinstance(picture, Picture | Video)
         return sum(self.placed(image, 0).num_tokens for image in picture.images)
 
     def fits(self, images: Iterable[PlacedImage], num_tokens: int) -> bool:
         """Whether images are as `placed` gives them, and in their order in a prompt of so many tokens."""
         end, images = 0, list(images)
+        filmed = [Filmed(each.start, each.end, *each[2:4], each._replace(moment=None).extent, each.moment) for each in images]
+        if not are_moments(filmed) or (self.video is None and any(each.moment for each in filmed)):
+            return False
         if self.markers is not None and not are_canvases(Lying(each.start, each.end, *each[2:4], each.canvas) for each in images):
             return False
         for ordinal, placed in enumerate(images):
             if isinstance(placed.image, Sound):
                 return False
-            height, width, pixels, _, mosaic = placed.image
-            if mosaic is None and self.size.kind == "mosaic":
+            height, width, pixels, _, mosaic, frames = placed.image
+            if frames != 1 and (placed.moment is None or not self.tower.films or frames != self.tower.frames):
+                return False
+            if mosaic is None and self.size.kind == "mosaic" and placed.moment is None:
                 return False
             if self.tower.sam is not None and height != width and self.size.kind != "pages":
                 return False
@@ -395,9 +358,9 @@ class VisionSpec:
                 return False
             if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
                 return False
-            plain = placed if self.markers is None else placed._replace(canvas=None)
+            plain = placed._replace(moment=None) if self.markers is None else placed._replace(canvas=None)
             plain = plain._replace(behind=0) if self.prefix else plain
-            if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * height * width == len(pixels):
+            if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * frames * height * width == len(pixels):
                 return False
             if height % self.tower.cell or width % self.tower.cell or placed.start < end:
                 return False
@@ -426,3 +389,12 @@ class VisionSpec:
             image, start, image.height // cell, image.width // cell + framed, bool(self.tokens.line_end), self.has_grid,
             self.whole, self.whole_in_windows, framed, ordinal if framed else 0,
         )  # fmt: skip
+
+    def filmed(self, video: Video, number: int, start: int) -> PlacedImage:
+        """The image of a video with that number, from 0 on, where its first token is the prompt's `start`."""
+        placed = self.placed(video.images[number], start)
+        if not video.times:
+            return placed._replace(moment=Moment(0, placed.extent))
+        time, is_last = video.times[number], number == len(video.images) - 1
+        extent = max(time + 1, placed.rows, placed.columns) if is_last else 0
+        return placed._replace(moment=Moment(time, extent))

@@ -29,7 +29,7 @@ from nanovllm_cli.errors import DoesNotFitError, RequestError, UnsupportedError
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.system import peak_memory_bytes
-from nanovllm_cli.text.image_tokens import image_token
+from nanovllm_cli.text.image_tokens import image_token, video_token
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
@@ -140,9 +140,10 @@ def greedy(count: int) -> SamplingParams:
 
 
 def reserved_tokens(llm: LLM) -> set[int]:
-    """Which stand for images, or sounds, and nothing else: a prompt of made-up tokens is refused with one."""
+    """Which stand for images, sounds or videos, and nothing else: a prompt of made-up tokens is refused with one."""
     senses = [] if llm.senses is None else llm.senses.all
-    return {token for sense in senses if (token := image_token(llm.tokenizer, sense)) is not None}
+    tokens = {image_token(llm.tokenizer, sense) for sense in senses} | {video_token(llm.tokenizer, llm.vision)}
+    return {token for token in tokens if token is not None}
 
 
 def _check(outputs: list[RequestOutput], trial: Trial, params: SamplingParams) -> None:

@@ -18,11 +18,12 @@ from nanovllm_cli.chat.loop import Chat, Leave
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
 from nanovllm_cli.cli.progress_line import counted, size
-from nanovllm_cli.cli.question import is_sound
+from nanovllm_cli.cli.question import WORDS, kind_of
 from nanovllm_cli.cli.table import aligned, shortened
 from nanovllm_cli.cli.unused import notes_on
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.images.video_source import VIDEO
 from nanovllm_cli.sent import Medium
 from nanovllm_cli.sounds.source import SOUND
 
@@ -233,14 +234,14 @@ def _file(chat: Chat, argument: str) -> None:
 
 
 def _attach(command: str) -> Run:
-    """/image or /audio."""
+    """/image, /audio or /video."""
     medium = _MEDIA[command]
 
     def attach(chat: Chat, argument: str) -> None:
         if not argument:
             raise UsageError(f"which {medium.noun}?", f"/{command} PATH")
         if argument in sampling.NOTHING:
-            chat.images[:] = [url for url in chat.images if is_sound(url) is not (medium is SOUND)]
+            chat.images[:] = [url for url in chat.images if WORDS[kind_of(url)] != medium.noun]
             chat.display.say(f"no {medium.noun} goes with the next message")
             return
         path = _named(argument)
@@ -254,7 +255,7 @@ def _attach(command: str) -> Run:
 
 
 def say_attached(chat: Chat, url: str, name: str) -> None:
-    """An image or a sound, as a data URL, goes with the next message."""
+    """An image, a sound or a video, as a data URL, goes with the next message."""
     tokens = chat.attach(url, name)
     long = size(len(url) * 3 / 4) if tokens is None else counted(tokens, "token")
     chat.display.say(f"{name} ({long}) goes with the next message")
@@ -326,12 +327,11 @@ def _context(chat: Chat, argument: str) -> None:
 
 
 def _image_tokens(chat: Chat, urls: Sequence[str]) -> int:
-    return sum(chat.model.tokens_of_image(url, "a sound" if is_sound(url) else "an image") or 0 for url in urls)
+    return sum(chat.model.tokens_of_image(url, f"a conversation's {WORDS[kind_of(url)]}") or 0 for url in urls)
 
 
 def _name_of(urls: Sequence[str]) -> str:
-    """No model here both sees and hears."""
-    return "sounds" if is_sound(urls[0]) else "images"
+    return " and ".join(f"{word}s" for kind, word in WORDS.items() if kind in map(kind_of, urls))
 
 
 def _copy(chat: Chat, argument: str) -> None:
@@ -345,7 +345,7 @@ def _leave(chat: Chat, argument: str) -> None:
     raise Leave
 
 
-_MEDIA: dict[str, Medium] = {"image": IMAGE, "audio": SOUND}
+_MEDIA: dict[str, Medium] = {"image": IMAGE, "audio": SOUND, "video": VIDEO}
 _SHOWN = ("settings", "template", "system", "model")
 _CHOICES: dict[str, Choice] = {"on": "on", "off": "off"}
 
@@ -400,6 +400,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(("file",), "PATH", "Send a text file with the next message.", _file, _paths),
     Command(("image",), "PATH", 'Send an image with the next message; "" sends none.', _attach("image"), _paths),
     Command(("audio",), "PATH", 'Send a sound with the next message; "" sends none.', _attach("audio"), _paths),
+    Command(("video",), "PATH", 'Send a video with the next message; "" sends none.', _attach("video"), _paths),
     Command(("think",), "[on|off]", "Whether the model reasons first.", _think, _words("on", "off")),
     Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
     Command(("stats",), "", "How fast the last answer was.", _stats),

@@ -12,7 +12,7 @@ from dataclasses import asdict, dataclass
 from typing import Any, Literal, get_args
 
 from nanovllm_cli.cli.progress_line import counted
-from nanovllm_cli.cli.question import SOUND, is_sound, said
+from nanovllm_cli.cli.question import SOUND, VIDEO, WORDS, kind_of, said
 from nanovllm_cli.cli.table import shortened
 from nanovllm_cli.errors import SessionError, UsageError
 
@@ -30,7 +30,7 @@ TITLE_CHARS = 60
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered. `images`: data
-    URLs, of a person's message, of sounds, too; they stand before its text."""
+    URLs, of a person's message, of sounds and videos, too; they stand before its text."""
 
     id: int
     parent: int | None
@@ -54,10 +54,9 @@ class Message:
 
 
 def counted_images(urls: Sequence[str]) -> str:
-    """In words: how many images and sounds."""
-    num_sounds = sum(map(is_sound, urls))
-    numbers = ((len(urls) - num_sounds, "image"), (num_sounds, "sound"))
-    return " and ".join(counted(number, what) for number, what in numbers if number)
+    """In words: how many images, sounds and videos."""
+    kinds = [kind_of(url) for url in urls]
+    return " and ".join(counted(kinds.count(kind), word) for kind, word in WORDS.items() if kind in kinds)
 
 
 class Conversation:
@@ -217,7 +216,7 @@ def _message_of(event: Mapping[str, Any]) -> Message:
 
 
 _ALWAYS = ("id", "parent", "content")
-_IMAGE = "data:image/", SOUND
+_IMAGE = "data:image/", SOUND, VIDEO
 
 
 def is_int(value: object) -> bool:

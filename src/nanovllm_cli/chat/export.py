@@ -6,7 +6,7 @@ import json
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Cut
-from nanovllm_cli.cli.question import is_sound
+from nanovllm_cli.cli.question import WORDS, kind_of
 
 CUT: dict[Cut, str] = {
     "interrupted": "stopped",
@@ -18,7 +18,7 @@ CUT: dict[Cut, str] = {
 
 
 def as_markdown(conversation: Conversation, model: str) -> str:
-    """A heading for each message. Reasoning is a quotation before its answer; images and sounds are only noted: they are
+    """A heading for each message. Reasoning is a quotation before its answer; images, sounds and videos are only noted: they are
     megabytes of base64."""
     parts = [f"# {conversation.title or 'Conversation'}", f"Model: {model}"]
     if conversation.system is not None:
@@ -27,7 +27,7 @@ def as_markdown(conversation: Conversation, model: str) -> str:
         parts.append("## You" if message.role == "user" else f"## {message.model or model}")
         if message.reasoning:
             parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
-        parts.append(" ".join(["*(sound)*" if is_sound(url) else "*(image)*" for url in message.images]))
+        parts.append(" ".join([f"*({WORDS[kind_of(url)]})*" for url in message.images]))
         parts.append(message.content)
         if message.cut is not None:
             parts.append(f"*({CUT[message.cut]})*")

@@ -75,6 +75,10 @@ class LocalModel(Model):
         return self.llm.hearing is not None
 
     @property
+    def sees_videos(self) -> bool:
+        return self.llm.vision is not None and self.llm.vision.video is not None
+
+    @property
     def facts(self) -> str:
         llm = self.llm
         return f"{llm.resolved.told_as(llm.name)}, {llm.num_parameters:,} parameters, context {self.limit:,} tokens"

@@ -20,9 +20,10 @@ from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.progress_line import counted
-from nanovllm_cli.cli.question import is_sound
+from nanovllm_cli.cli.question import LACKS, kind_of
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
+from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.shared_options import Choice
@@ -218,13 +219,12 @@ class Chat:
             self.ask(text[1:] if text.startswith("//") else text)
 
     def attach(self, url: str, name: str) -> int | None:
-        """An image or a sound, as a data URL, goes with the next message. Returns its tokens, None where nobody knows. Raises
-        UsageError for one that can't be read, or where the model reads none."""
-        if is_sound(url):
-            if self.model.hears is False:
-                raise UsageError(f"{self.model.name} hears nothing", "/model NAME takes another model")
-        elif self.model.reads_images is False:
-            raise UsageError(f"{self.model.name} reads no images", "/model NAME takes another model")
+        """An image, a sound or a video, as a data URL, goes with the next message. Returns its tokens, None where nobody knows.
+        Raises UsageError for one that can't be read, or where the model reads none."""
+        model, kind = self.model, kind_of(url)
+        does = {IMAGES: model.reads_images, SOUNDS: model.hears, VIDEOS: model.sees_videos}[kind]
+        if does is False:
+            raise UsageError(f"{model.name} {LACKS[kind]}", "/model NAME takes another model")
         tokens, limit = self.model.tokens_of_image(url, name), self.model.limit
         if tokens is not None and limit is not None and tokens >= limit:
             raise UsageError(f"{name} has {tokens} tokens, the context holds {limit}")

@@ -72,6 +72,11 @@ class Model(Protocol):
         return None
 
     @property
+    def sees_videos(self) -> bool | None:
+        """The same of videos."""
+        return None
+
+    @property
     def facts(self) -> str:
         """What it is, in one line."""
 

@@ -17,11 +17,11 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.chat.conversation import Message
-from nanovllm_cli.cli.question import is_sound
+from nanovllm_cli.cli.question import LACKS, WORDS, kind_of
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
 from nanovllm_cli.prompts import num_equal
 from nanovllm_cli.senses import kinds_of, read_parts
-from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, ImagePart
+from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS, ImagePart
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
@@ -30,8 +30,7 @@ if TYPE_CHECKING:
 
 # Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
 _FREE_SHARE = 4
-NO_IMAGES_HINT = '/model NAME takes another model; /undo, /clear or /image "" leaves images out'
-NO_SOUNDS_HINT = NO_IMAGES_HINT.replace("image", "audio").replace("audios", "sounds")
+_COMMANDS = {IMAGES: "image", SOUNDS: "audio", VIDEOS: "video"}
 OVERFLOW_HINT = "/undo or /clear makes room; --context-overflow shift drops the oldest turns; -c raises the limit"
 
 
@@ -99,7 +98,7 @@ class Prompts:
 
     def tokens_of_image(self, url: str, where: str) -> int:
         """0 where the model reads none. Raises UsageError for what is no image, or damaged."""
-        senses, kind = self.prompting.llm.senses, SOUNDS if is_sound(url) else IMAGES
+        senses, kind = self.prompting.llm.senses, kind_of(url)
         if senses is None or kind not in kinds_of(senses):
             return 0
         (image,) = read_parts([ImagePart(url, where, kind)], senses)
@@ -139,12 +138,15 @@ class Prompts:
         return opened + tokenizer.encode(last.reasoning, add_special_tokens=False, parse_special=False)
 
     def _told(self, system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
-        """As the template takes it. Raises UsageError for images or sounds of a conversation that was with another model."""
-        llm, sent = self.prompting.llm, [url for each in messages for url in each.images]
-        if llm.vision is None and not all(map(is_sound, sent)):
-            raise UsageError(f"{llm.name} reads no images, and the conversation has some", NO_IMAGES_HINT)
-        if llm.hearing is None and any(map(is_sound, sent)):
-            raise UsageError(f"{llm.name} hears nothing, and the conversation has sounds", NO_SOUNDS_HINT)
+        """As the template takes it. Raises UsageError for images, sounds or videos of a conversation that was with another
+        model."""
+        llm = self.prompting.llm
+        does = {IMAGES: llm.vision, SOUNDS: llm.hearing, VIDEOS: None if llm.vision is None else llm.vision.video}
+        for kind in (kind_of(url) for each in messages for url in each.images):
+            if does[kind] is None:
+                name, command = f"{WORDS[kind]}s", _COMMANDS[kind]
+                hint = f'/model NAME takes another model; /undo, /clear or /{command} "" leaves {name} out'
+                raise UsageError(f"{llm.name} {LACKS[kind]}, and the conversation has {name}", hint)
         return for_template(system, messages)
 
     def _opened(self, ids: list[int]) -> list[int]:

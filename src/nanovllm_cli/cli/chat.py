@@ -29,6 +29,7 @@ from nanovllm_cli.cli.unused import refuse_beside, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
 from nanovllm_cli.images.source import IMAGE
+from nanovllm_cli.images.video_source import VIDEO
 from nanovllm_cli.sounds.source import SOUND
 
 if TYPE_CHECKING:
@@ -213,7 +214,7 @@ def _converse(
 
 
 class _First(NamedTuple):
-    """What is said first, "" where that is still to come. images: names of files and data URLs, of sounds, too."""
+    """What is said first, "" where that is still to come. images: names of files and data URLs, of sounds and videos, too."""
 
     text: str
     images: list[tuple[str, str]]
@@ -228,6 +229,7 @@ def _first_message(talk: ChatOptions, spoken: list[str]) -> _First:
         text = f"/{text}"
     images = [(name, IMAGE.data_url(inputs.read_file(name), name)) for name in talk.image or []]
     images += [(name, SOUND.data_url(inputs.read_file(name), name)) for name in talk.audio or []]
+    images += [(name, VIDEO.data_url(inputs.read_file(name), name)) for name in talk.video or []]
     return _First(text, images)
 
 

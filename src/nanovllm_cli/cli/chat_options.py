@@ -31,6 +31,9 @@ class ChatOptions:
     audio: list[str] | None = option(
         "--audio", help="A sound that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
     )
+    video: list[str] | None = option(
+        "--video", help="A video that the first message is about. Repeatable.", panel=PROMPT, metavar="FILE", envvar=None
+    )
     think: Think = None
     reasoning: ReasoningChoice = option(
         "--reasoning", help="A model's reasoning; auto shows it on a terminal, where hide folds it. [auto]",

@@ -6,9 +6,10 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Usage
-from nanovllm_cli.cli.question import Question, is_sound
+from nanovllm_cli.cli.question import Question, kind_of
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.content_parts import SOUNDS
 from nanovllm_cli.text.dictation import Heard, Passage, Wishes
 from nanovllm_cli.text.scribe import Task
 from nanovllm_cli.text.subtitles import cue, head
@@ -98,7 +99,7 @@ class DictationAnswering(Answering):
 
 
 def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
-    if len(question.sounds) != 1 or not is_sound(question.sounds[0]):
+    if len(question.sounds) != 1 or kind_of(question.sounds[0]) != SOUNDS:
         told = f"{llm.name} writes down what is said in one sound, and this is about {len(question.sounds) or 'none'}"
         raise UsageError(told, f"for example: nanovllm run {llm.name} --audio talk.wav")
     unknown = [flag for name, flag in _ONLY.items() if given.get(name) not in (None, 1, ())]

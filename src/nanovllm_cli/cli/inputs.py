@@ -25,23 +25,28 @@ _WAIT_SECONDS = 1.0
 _NO_TEXTS = {
     rb"\x89PNG|\xff\xd8\xff|GIF8[79]a|RIFF....WEBP": "it is an image: --image of run, and /image of chat, take one",
     rb"RIFF....WAVE|fLaC|OggS|ID3": "it is a sound: --audio of run, and /audio of chat, take one",
+    rb"....ftyp|\x1a\x45\xdf\xa3|RIFF....AVI ": "it is a video: --video of run, and /video of chat, take one",
     rb"%PDF-": "it is a PDF: pdftotext makes a text of it",
     rb"GGUF": "it is a model: nanovllm run FILE",
 }
 """What files begin with that are taken for texts, and where they belong."""
 
 
-def attached(images: Sequence[str], sounds: Sequence[str], others: Sequence[str]) -> list[str]:
-    """Files of images and sounds as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError,
+def attached(
+    images: Sequence[str], sounds: Sequence[str], others: Sequence[str], videos: Sequence[str] = ()
+) -> list[str]:
+    """Files of images, sounds and videos as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError,
     AccessRefusedError."""
     from nanovllm_cli.images.source import IMAGE
+    from nanovllm_cli.images.video_source import VIDEO
     from nanovllm_cli.sounds.source import SOUND
 
-    flag = "--image" if STANDARD_INPUT in images else "--audio"
-    if [*images, *sounds, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in (*images, *sounds):
+    flag = "--image" if STANDARD_INPUT in images else "--audio" if STANDARD_INPUT in sounds else "--video"
+    media = [*images, *sounds, *videos]
+    if [*media, *others].count(STANDARD_INPUT) > 1 and STANDARD_INPUT in media:
         raise UsageError(f"standard input can be one thing only, and {flag} - is it", "name a file for the others")
     found = []
-    for name, medium in [*((name, IMAGE) for name in images), *((name, SOUND) for name in sounds)]:
+    for name, medium in zip(media, [IMAGE] * len(images) + [SOUND] * len(sounds) + [VIDEO] * len(videos), strict=True):
         if name == STANDARD_INPUT:
             source = standard_input()
             data, name = b"" if source is None else source.read(MAX_INPUT_BYTES + 1), "standard input"

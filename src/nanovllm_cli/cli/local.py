@@ -209,6 +209,7 @@ class LocalAnswerer:
             "deterministic": config.deterministic,
             "max_model_len": config.max_model_len,  # not what there was memory for
             "image_max_tokens": None if llm.vision is None else config.image_max_tokens,
+            "video": None if llm.vision is None else (config.video_fps, config.video_max_frames),
             "template": llm.chat_template.source if self.chats and llm.chat_template is not None else None,
         }
         return own + [f"{name}={value}" for name, value in settings.items()]

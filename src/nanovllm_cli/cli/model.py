@@ -18,11 +18,12 @@ from nanovllm_cli.cli.inputs import read_text
 from nanovllm_cli.cli.options import ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.question import Question, is_sound, with_system
+from nanovllm_cli.cli.question import Question, kind_of, with_system
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import Choice
 from nanovllm_cli.collector import keep_loaded
 from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.text.content_parts import SOUNDS
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Given
@@ -193,7 +194,7 @@ class Prompting:
         if wishes.translate or wishes.subtitles is not None:
             flag = "--translate" if wishes.translate else "--subtitles"
             raise UsageError(f"{flag} is for Whispers, and {self.llm.name} is none", "leave it out, or take whisper:tiny")
-        if len(question.sounds) != 1 or not is_sound(question.sounds[0]):
+        if len(question.sounds) != 1 or kind_of(question.sounds[0]) != SOUNDS:
             raise UsageError("--language has no meaning without one sound that is to be written down", "--audio FILE is one")
         from nanovllm_cli.text.transcripts import asks
 

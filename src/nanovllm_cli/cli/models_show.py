@@ -152,7 +152,7 @@ def _record(
         "stored": facts.stored, "tensor_bytes": facts.num_bytes,
         "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
         "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts),
-        "sounds": _sounds(facts), "vocabulary": spec.vocab_size,
+        "sounds": _sounds(facts), "videos": _videos(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
                       "numbers": None if facts.embedding.ranks else facts.embedding.width(spec.hidden_size),
@@ -197,6 +197,15 @@ def _layers_in_words(tower: TowerSpec) -> str:
     kinds = [(tower.num_layers, tower.hidden_size)] if tower.num_layers else []
     kinds = kinds if tower.sam is None else [(tower.sam.num_layers, tower.sam.hidden_size), *kinds]
     return " and ".join(f"{count} layers of {width:,}" for count, width in kinds)
+
+
+def _videos(facts: Facts) -> dict[str, float]:
+    """Empty of a model that reads none. frames: at most, or of any, if there is no fps, of each second."""
+    video = None if facts.vision is None else facts.vision.video
+    if video is None:
+        return {}
+    fps = {} if video.num_frames or not video.fps else {"fps": video.fps}
+    return {"frames": video.num_frames or video.most_frames, **fps}
 
 
 def _sounds(facts: Facts) -> dict[str, int]:
@@ -270,6 +279,10 @@ def _print(
         tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
         lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
                                    f"{_layers_in_words(tower)}, {size(num_bytes)} in 16 bits"))
+    if facts.vision is not None and (video := facts.vision.video) is not None:
+        paced = f", {video.fps:g} a second" if "fps" in _videos(facts) else ""
+        told = f"{_videos(facts)['frames']} frames at most{paced}; --video-fps and --video-max-frames change that"
+        lines.insert(4, ("videos", told))
     if (hearing := facts.hearing) is not None:
         ear, (tokens, num_bytes) = hearing.tower, _sounds(facts).values()
         lines.insert(3, ("sounds", f"{tokens:,} tokens for a minute; heard by {ear.num_layers} layers of {ear.hidden_size:,}, "

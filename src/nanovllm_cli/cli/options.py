@@ -28,6 +28,8 @@ from nanovllm_cli.cli.shared_options import (
     RopeFreqBase,
     RopeScale,
     RopeScaling,
+    VideoFps,
+    VideoMaxFrames,
     YarnOrigCtx,
     adapters,
     control_vectors,
@@ -307,6 +309,8 @@ class EngineOptions(MemoryOptions):
     mmproj: Mmproj = None
     mmproj_auto: MmprojAuto = EngineConfig().mmproj_auto
     image_max_tokens: ImageMaxTokens = EngineConfig().image_max_tokens
+    video_fps: VideoFps = None
+    video_max_frames: VideoMaxFrames = EngineConfig().video_max_frames
 
     @parsers.by_their_flags()
     def config(

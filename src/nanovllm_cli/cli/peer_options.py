@@ -243,9 +243,10 @@ EXPLAINED = {
     ("--image-min-tokens",): "an image is no smaller than the model has it: leave it out",
     ("--limit-mm-per-prompt", "--mm-processor-kwargs", "--allowed-local-media-path", "--allowed-media-domains",
      "--media-path", "--language-model-only", "--mm-encoder-only", "--media-io-kwargs", "--enable-mm-embeds"):
-        "requests bring images and sounds along, and nothing is opened for them; a tower is loaded with the first: leave it out",
-    ("--video", "--video-fps", "--video-timestamp-interval", "--video-ffmpeg-dir"):
-        "video is not supported",
+        "requests bring images, sounds and videos along, and nothing is opened for them; a tower is loaded with the first: leave "
+        "it out",
+    ("--video-timestamp-interval",): "times are told as the model was trained to read them: leave it out",
+    ("--video-ffmpeg-dir",): "FFmpeg comes with PyAV (pip install av): leave it out",
     ("--speculative-config", "-sc", "--spec-method", "--speculative-algorithm"):
         "here it is --draft-model NAME or --mtp, and --speculate N for how many tokens",
     ("-ngld", "--n-gpu-layers-draft", "--gpu-layers-draft", "-devd", "--device-draft", "-cd", "--ctx-size-draft", "-ctkd",

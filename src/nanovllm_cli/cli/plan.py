@@ -201,7 +201,8 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
         f"context {spec.max_position:,}"
     )
     if facts.vision is not None or facts.hearing is not None:
-        senses = {"images": facts.vision, "sounds": facts.hearing}
+        video = None if facts.vision is None else facts.vision.video
+        senses = {"images": facts.vision, "sounds": facts.hearing, "videos": video}
         what = " and ".join(name for name, sense in senses.items() if sense is not None)
         yield f"{what} are read by a part that takes more, once there is one; nanovllm models show says how much"
     machine = f"computed on {made.processor} in {made.dtype}, {size(made.free_bytes)} of memory free"

@@ -9,8 +9,13 @@ from typing import Any, Literal, NamedTuple
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
 
-SOUND = "data:audio/"
+SOUND, VIDEO = "data:audio/", "data:video/"
+WORDS = {IMAGES: "image", SOUNDS: "sound", VIDEOS: "video"}
+LACKS = {IMAGES: "reads no images", SOUNDS: "hears nothing", VIDEOS: "reads no videos"}
+"""What is said of a model that does not."""
+_FLAGS = {IMAGES: "--image", SOUNDS: "--audio", VIDEOS: "--video"}
 
 
 class TranscriptWishes(NamedTuple):
@@ -39,7 +44,7 @@ class Question:
 
 
 def new_question(text: str, *, chats: bool, system: str | None, images: Sequence[str] = ()) -> Question:
-    """images: data URLs, of sounds, too."""
+    """images: data URLs, of sounds and videos, too."""
     if not chats:
         _refuse_images(images)
         return Question(text=text)
@@ -47,28 +52,31 @@ def new_question(text: str, *, chats: bool, system: str | None, images: Sequence
 
 
 def said(text: str, images: Sequence[str] = ()) -> Message:
-    """A user's message; images and sounds, as data URLs, stand before what is said of them, as models have mostly read them."""
+    """A user's message; images, sounds and videos, as data URLs, stand before what is said of them, as models have mostly read
+    them."""
     if not images:
         return {"role": "user", "content": text}
     parts: list[dict[str, Any]] = list(map(_part, images))
     return {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
 
 
-def is_sound(url: str) -> bool:
-    """Of a data URL."""
-    return url.startswith(SOUND)
+def kind_of(url: str) -> str:
+    """Of a data URL: IMAGES, SOUNDS or VIDEOS."""
+    return SOUNDS if url.startswith(SOUND) else VIDEOS if url.startswith(VIDEO) else IMAGES
 
 
 def _part(url: str) -> dict[str, Any]:
-    if not is_sound(url):
-        return {"type": "image_url", "image_url": {"url": url}}
+    if (kind := kind_of(url)) != SOUNDS:
+        name = f"{WORDS[kind]}_url"
+        return {"type": name, name: {"url": url}}
     head, _, data = url.partition(";base64,")
     return {"type": "input_audio", "input_audio": {"data": data, "format": head.removeprefix(SOUND)}}
 
 
 def _refuse_images(images: Sequence[str]) -> None:
     if images:
-        flag, what = ("--audio", "sounds") if is_sound(images[0]) else ("--image", "images")
+        kind = kind_of(images[0])
+        flag, what = _FLAGS[kind], f"{WORDS[kind]}s"
         raise UsageError(f"{flag} has no meaning without a chat template, which says where {what} stand", "leave --raw out")
 
 

@@ -176,9 +176,10 @@ def _remote(
 
 def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
     last = asked.last
-    seen, heard = prompt.image or [], prompt.audio or []
-    images = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])])
-    text = inputs.assemble(asked.words, prompt.file or [], screen, reads_stdin=inputs.STANDARD_INPUT not in (*seen, *heard))
+    seen, heard, watched = prompt.image or [], prompt.audio or [], prompt.video or []
+    images = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
+    is_taken = inputs.STANDARD_INPUT in (*seen, *heard, *watched)
+    text = inputs.assemble(asked.words, prompt.file or [], screen, reads_stdin=not is_taken)
     if not text and not images and last is None:
         taken = f": {asked.model_word!r} is taken for the model" if " " in (asked.model_word or "") else ""
         raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
@@ -209,8 +210,8 @@ def _run_batch(
     from nanovllm_cli.cli import batch
     from nanovllm_cli.cli.results import Results
 
-    if asked.words or prompt.file or prompt.image or prompt.audio:
-        hint = "leave prompt, images and sounds out, or run them by themselves"
+    if asked.words or prompt.file or prompt.image or prompt.audio or prompt.video:
+        hint = "leave prompt, images, sounds and videos out, or run them by themselves"
         raise UsageError("--batch has its prompts in its file", hint)
     options = batch.BatchOptions(
         keeps_reasoning=output.reasoning != "hide",

@@ -30,6 +30,10 @@ class PromptOptions:
         "--audio", help="A sound that the prompt is about; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
     )
+    video: list[str] | None = option(
+        "--video", help="A video that the prompt is about; - is standard input. Repeatable.",
+        panel=PROMPT, metavar="FILE", envvar=None,
+    )
     language: str | None = option(
         "--language", help="Of a sound that is written down, a code or a name: en, German. [heard by the model]",
         panel=PROMPT, metavar="NAME", envvar=None,

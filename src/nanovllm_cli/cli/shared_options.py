@@ -56,11 +56,25 @@ MmprojAuto = Annotated[
         panel=ENGINE,
     ),
 ]
+VideoFps = Annotated[
+    float | None,
+    typer_option(
+        "--video-fps", help="Frames of a video that are taken of each second. [as the model was trained]",
+        panel=ENGINE, metavar="F",
+    ),
+]  # fmt: skip
+VideoMaxFrames = Annotated[
+    int,
+    typer_option(
+        "--video-max-frames", help=f"Most frames that are taken of a video. [{EngineConfig().video_max_frames}]",
+        panel=ENGINE, metavar="N",
+    ),
+]  # fmt: skip
 ImageMaxTokens = Annotated[
     int,
     typer_option(
         "--image-max-tokens",
-        help="Most tokens that an image is made into, where the model takes images of many sizes. "
+        help="Most tokens that an image, or a video's frame, is made into, where the model takes many sizes. "
         f"[{EngineConfig().image_max_tokens}]",
         panel=ENGINE, metavar="N",
     ),

@@ -8,26 +8,28 @@ from typing import NamedTuple
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.model_spec import ModelSpec
-from nanovllm_cli.text.image_tokens import image_token
+from nanovllm_cli.text.image_tokens import image_token, video_token
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import PlacedImage, Sound, TokenIds
 
 
 class Seeing(NamedTuple):
-    """How an engine's model sees, or hears. image_token, sound_token: stand for images, and sounds, and nothing else, so that a
-    copy of a prompt's ids that has lost them is no prompt; None where there is no such token. token_work: multiplications with
-    weights for a token of a prompt."""
+    """How an engine's model sees, or hears. image_token, sound_token, video_token: stand for images, sounds and videos, and
+    nothing else, so that a copy of a prompt's ids that has lost them is no prompt; None where there is no such token. token_work:
+    multiplications with weights for a token of a prompt."""
 
     senses: Senses
     image_token: int | None
     sound_token: int | None
     token_work: int
+    video_token: int | None = None
 
 
 def seeing_of(senses: Senses | None, tokenizer: Tokenizer, model: ModelSpec) -> Seeing | None:
     if senses is None:
         return None
-    return Seeing(senses, image_token(tokenizer, senses.vision), image_token(tokenizer, senses.hearing), model.prompt_work)
+    tokens = (image_token(tokenizer, senses.vision), image_token(tokenizer, senses.hearing))
+    return Seeing(senses, *tokens, model.prompt_work, video_token(tokenizer, senses.vision))
 
 
 def checked_images(
@@ -56,8 +58,14 @@ def checked_images(
         if seeing.senses.vision is None:
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")
         raise UsageError("a prompt's images are of a size that the model's vision gives, and stand in it in their order")
-    for token, what in ((seeing.image_token, "images"), (seeing.sound_token, "sounds")):
-        there = sum(each.num_alike for each in images if isinstance(each.image, Sound) == (what == "sounds"))
+    for token, what in ((seeing.image_token, "images"), (seeing.sound_token, "sounds"), (seeing.video_token, "videos")):
+        there = sum(each.num_alike for each in images if token == _token_of(each, seeing))
         if token is not None and (found := prompt.count(token)) != there:
             raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])
+
+
+def _token_of(placed: PlacedImage, seeing: Seeing) -> int | None:
+    if isinstance(placed.image, Sound):
+        return seeing.sound_token
+    return seeing.image_token if placed.moment is None else seeing.video_token

@@ -16,7 +16,7 @@ from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.placement import NEAR, sizes_of
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.engine.sight import Place, Sight, ears_of, eyes_of
+from nanovllm_cli.engine.sight import Limits, Place, Sight, ears_of, eyes_of
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
@@ -128,7 +128,8 @@ class LoadedModel:
         """A model whose images or sounds nothing here can read still reads texts. Where several processes compute together
         towers are loaded now: what fails in the midst of a step ends all of them."""
         place, organs = Place(checkpoint, config.mmproj, self.dtype, self.platform.ops.device), []
-        parts = {"images are not read": partial(eyes_of, place, self.spec, config.image_max_tokens),
+        limits = Limits(config.image_max_tokens, config.video_fps, config.video_max_frames)
+        parts = {"images are not read": partial(eyes_of, place, self.spec, limits),
                  "sounds are not heard": partial(ears_of, place, self.spec)}  # fmt: skip
         for otherwise, part in parts.items():
             try:

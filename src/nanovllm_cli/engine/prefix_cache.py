@@ -137,5 +137,6 @@ class PrefixCache:
 
 
 def _seen_with(image: PlacedImage, token_ids: list[int]) -> bytes:
-    """Where it begins, or lies on a canvas, and what else its tokens see."""
-    return array("q", [image.start, *(image.canvas or ()), *token_ids[image.end - image.behind : image.end]]).tobytes()
+    """Where it begins, or lies on a canvas or in time, and what else its tokens see."""
+    seen = token_ids[image.end - image.behind : image.end]
+    return array("q", [image.start, *(image.canvas or ()), *(image.moment or ()), *seen]).tobytes()

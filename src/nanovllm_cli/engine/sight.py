@@ -167,7 +167,8 @@ class Sight:
 def _told(image: Image | Sound) -> str:
     if isinstance(image, Sound):
         return f"a sound of {image.heard * HOP / RATE:.1f} seconds"
-    return f"an image of {image.width} x {image.height} pixels"
+    what = "an image" if image.frames == 1 else f"{image.frames} frames"
+    return f"{what} of {image.width} x {image.height} pixels"
 
 
 class Place(NamedTuple):
@@ -179,9 +180,17 @@ class Place(NamedTuple):
     device: torch.device
 
 
-def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
-    """Of a checkpoint whose model reads images, which are made no larger than so many tokens; None where it does not. Raises
-    CheckpointError and UnsupportedError for a tower that nothing can be made of, UsageError for another model's file."""
+class Limits(NamedTuple):
+    """most_tokens: of an image, or of a video's frame. fps, most_frames: of a video; see `VideoSpec.limited`."""
+
+    most_tokens: int
+    fps: float | None
+    most_frames: int
+
+
+def eyes_of(place: Place, model: ModelSpec, limits: Limits) -> Organ | None:
+    """Of a checkpoint whose model reads images, and perhaps videos; None where it does not. Raises CheckpointError and
+    UnsupportedError for a tower that nothing can be made of, UsageError for another model's file."""
     checkpoint, mmproj, dtype, device = place
     if mmproj is not None:
         vision = checked_mmproj(mmproj, checkpoint, model.hidden_size).vision
@@ -190,7 +199,8 @@ def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
     if vision is None:
         return None
     windows = [attention.window for attention in model.attentions if attention.window is not None]
-    spec = vision.limited(min([most_tokens, *windows] if vision.whole else [most_tokens]))
+    most_tokens = min([limits.most_tokens, *windows] if vision.whole else [limits.most_tokens])
+    spec = vision.limited(most_tokens, limits.fps, limits.most_frames)
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
         raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")
 
@@ -207,7 +217,8 @@ def eyes_of(place: Place, model: ModelSpec, most_tokens: int) -> Organ | None:
     num_axes = 4 if spec.tower.projector == "lined" else 3 if spec.has_grid else 0
     if num_axes and any(len(rope.axes) != rope.dim // 2 or len(rope.sections) != num_axes for rope in model.ropes):
         raise UnsupportedError("the files don't say how rotary positions are divided among time, rows and columns")
-    work = work_bytes(spec.tower, most_rows(spec) * spec.tower.cell**2, dtype)
+    sizes = [spec] if spec.video is None else [spec, replace(spec, size=spec.video.size)]
+    work = work_bytes(spec.tower, max(map(most_rows, sizes)) * spec.tower.cell**2, dtype)
     waiting = (MOST_BEGUN - 1) * work // 4  # of the 17 rows of a patch, its own and its keys and values
     return Organ(spec, load, vision_bytes(spec, dtype) + work + waiting)
 
@@ -284,7 +295,9 @@ def _grid_of(placed: PlacedImage) -> np.ndarray:
     """[3, tokens] int64: what a grid adds to the position of its beginning."""
     rows, columns, canvas = placed.rows, placed.columns, placed.canvas
     if canvas is None:
-        return _crossed(np.arange(rows), np.arange(columns))
+        grid = _crossed(np.arange(rows), np.arange(columns))
+        grid[0] += 0 if placed.moment is None else placed.moment.time
+        return grid
     if canvas.is_whole:
         before, behind = (-1, -1), (canvas.tall, canvas.wide)
         inside = _crossed(_stretched(rows, canvas.tall), _stretched(columns, canvas.wide))

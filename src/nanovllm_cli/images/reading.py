@@ -59,6 +59,12 @@ def read_image(data: bytes, spec: VisionSpec, where: str) -> Picture:
     return _made(_decoded(data, kind, where), spec.size)
 
 
+def frame_of(picture: Pixels, rule: SizeRule) -> Image:
+    """A video's, by a rule that cuts nothing into pieces."""
+    (image,) = _made(picture, rule).images
+    return image
+
+
 def _made(picture: Pixels, rule: SizeRule) -> Picture:
     from PIL.Image import Resampling
 
@@ -149,14 +155,14 @@ def _decoded(data: bytes, kind: str, where: str) -> Pixels:
     from PIL import Image as pillow
     from PIL import ImageOps
 
-    _hush()
+    hush()
     try:
         with pillow.open(BytesIO(data), formats=[kind.upper()]) as picture:
-            _check_size(picture.width, picture.height, where)
+            check_size(picture.width, picture.height, where)
             if kind == "bmp" and picture.info.get("compression") in _RLE:  # which Pillow decodes in Python, other threads waiting
                 raise UsageError(f"{where} is a compressed BMP", "save it again, as a PNG or a plain BMP")
             ImageOps.exif_transpose(picture, in_place=True)
-            return _rgb(picture)
+            return rgb(picture)
     except UsageError:
         raise
     except pillow.DecompressionBombError:  # Pillow's own bound lies beyond ours
@@ -175,7 +181,8 @@ def _num_pixels(data: bytes) -> int:
         return picture.width * picture.height
 
 
-def _check_size(width: int, height: int, where: str) -> None:
+def check_size(width: int, height: int, where: str) -> None:
+    """Raises UsageError."""
     if width * height > MAX_PIXELS:
         raise _too_many_pixels(where)
     if max(width, height) > MAX_ASPECT * min(width, height):
@@ -188,7 +195,7 @@ def _too_many_pixels(where: str) -> UsageError:
     return UsageError(f"{where} has more than {MAX_PIXELS >> 20} million pixels", "make it smaller; models see far fewer")
 
 
-def _rgb(picture: Pixels) -> Pixels:
+def rgb(picture: Pixels) -> Pixels:
     from PIL import Image as pillow
 
     if picture.mode == "I;16":  # its upper bytes, as Pillow reads colours of 16 bits; what it makes of such greys is white
@@ -201,6 +208,6 @@ def _rgb(picture: Pixels) -> Pixels:
 
 
 @cache
-def _hush() -> None:
+def hush() -> None:
     """What Pillow warns of in a damaged file goes to nobody's standard error. Once, as threads share the filters of warnings."""
     warnings.filterwarnings("ignore", module=r"PIL\.")

@@ -19,11 +19,12 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_attention import Windows, attention
-from nanovllm_cli.models.tower_fastvit import FastVitTower, fastvit_shapes
+from nanovllm_cli.models.tower_fastvit import FastVitTower
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
-from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting, projector_shapes
-from nanovllm_cli.models.tower_sam import SamTower, beside_numbers, sam_shapes
+from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting
+from nanovllm_cli.models.tower_sam import SamTower, beside_numbers
+from nanovllm_cli.models.tower_shapes import tower_shapes as tower_shapes
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
@@ -98,7 +99,7 @@ class Tower(Projecting):
     def _grid(self, image: Image) -> Grid:
         cell = self.spec.cell
         assert image.height % cell == image.width % cell == 0
-        assert len(image.pixels) == 3 * image.height * image.width
+        assert len(image.pixels) == 3 * image.frames * image.height * image.width
         lines, columns = image.height // cell, image.width // cell
         order, sizes = _windows(lines, columns, self.spec.window) if self.spec.window else (None, ())
         windows = tuple((count, cells * self.spec.merge**2) for count, cells in sizes)
@@ -136,8 +137,10 @@ class Tower(Projecting):
         side, merge = spec.patch_size, spec.merge
         lines, columns = grid.lines * merge, grid.columns * merge
         pixels = torch.frombuffer(bytearray(image.pixels), dtype=torch.uint8).to(self._device)
-        patches = pixels.view(lines, side, columns, side, 3).permute(0, 2, 4, 1, 3).reshape(lines, columns, -1)
-        x = self._patch_rows(self._by_cell(patches, grid.order).view(-1, 3, side * side))
+        frames = pixels.view(image.frames, lines, side, columns, side, 3)
+        patches = frames.permute(1, 3, 5, 0, 2, 4).reshape(lines, columns, -1)
+        each = self._by_cell(patches, grid.order).view(-1, 3, image.frames * side * side)
+        x = self._patch_rows(each, "patch" if image.frames == 1 else "film")
         if spec.pre_norm and not spec.norm_placed:
             x = self._norm("pre_norm", x)
         if not spec.positions:
@@ -198,75 +201,6 @@ def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colo
     if spec.fastvit is not None:
         return FastVitTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
-
-
-def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
-    """What a tower is made of, by our names. Matrices are [out, in]. layers.{i}.qkv: rows of q, k and v behind each other;
-    layers.{i}.up: gate and up, where it is gated; bounds: of each of these, the least and the most that it reads and that it
-    gives. What joins a cell reads its patches behind each other, line by line."""
-    if spec.sam is not None:
-        return sam_shapes(spec)
-    if spec.fastvit is not None:
-        return fastvit_shapes(spec)
-    hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
-        shapes[f"{name}.weight"] = (out, width)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def norm(name: str, width: int = hidden, kind: str = spec.norm) -> None:
-        shapes[f"{name}.weight"] = (width,)
-        if kind == "layer":
-            shapes[f"{name}.bias"] = (width,)
-
-    matrix("patch", hidden, 3 * spec.patch_size**2, spec.patch_bias)
-    if spec.positions:
-        shapes["positions.weight"] = (*((2,) if spec.by_axis else ()), spec.positions + spec.lead, hidden)
-    if spec.lead:
-        shapes["lead.weight"] = (1, hidden)
-    if spec.pre_norm:
-        norm("pre_norm")
-    if spec.squares:
-        shapes["line_end.weight"] = (spec.out_size,)
-    for i in range(spec.num_layers):
-        norm(f"layers.{i}.attention_norm")
-        if i in spec.convolves:
-            matrix(f"layers.{i}.conv_in", 3 * hidden, hidden)
-            shapes[f"layers.{i}.conv.weight"] = (hidden, 1, spec.taps, spec.taps)
-            matrix(f"layers.{i}.conv_out", hidden, hidden)
-        else:
-            matrix(f"layers.{i}.qkv", spec.qkv_rows, hidden, spec.bias and spec.qkv_bias)
-            matrix(f"layers.{i}.out", hidden, hidden)
-        norm(f"layers.{i}.mlp_norm")
-        matrix(f"layers.{i}.up", 2 * inner if spec.gated else inner, hidden)
-        matrix(f"layers.{i}.down", hidden, inner)
-        if (spec.qk_norm or spec.normed) and i not in spec.convolves:
-            shapes[f"layers.{i}.head_norm.weight"] = (2 * spec.head_dim,)
-        if spec.scaled:
-            shapes |= dict.fromkeys((f"layers.{i}.attention_scale.weight", f"layers.{i}.mlp_scale.weight"), (hidden,))
-        if spec.normed:
-            norm(f"layers.{i}.after_attention_norm", kind="rms")
-            norm(f"layers.{i}.after_mlp_norm", kind="rms")
-        if spec.clipped:
-            for name, parts in (("qkv", 3), ("out", 1), ("up", 2 if spec.gated else 1), ("down", 1)):
-                shapes[f"layers.{i}.{name}.bounds"] = (parts, 4)
-    if spec.shrinks is not None:
-        norm("shrink.attention_norm")
-        matrix("shrink.qkv", 3 * hidden, hidden)
-        matrix("shrink.out", hidden, hidden)
-        norm("shrink.norm", 4 * hidden)
-        matrix("shrink.up", 4 * inner, 4 * hidden)
-        matrix("shrink.down", hidden, 4 * inner)
-    if spec.post_norm:
-        norm("post_norm")
-    for i in range(len(spec.deep)):
-        norm(f"deep.{i}.norm", joined)
-        between = spec.out_size if spec.projector == "placed" else joined
-        matrix(f"deep.{i}.up", between, joined)
-        matrix(f"deep.{i}.down", spec.out_size, between)
-    return shapes | projector_shapes(spec)
 
 
 def tower_dtype(name: str, dtype: torch.dtype) -> torch.dtype:

@@ -275,9 +275,10 @@ def _three(images: ConfigReader, key: str, usual: Three, *, positive: bool) -> T
 
 
 def weights_and_biases(names: Mapping[str, str | tuple[str, ...]]) -> dict[str, tuple[str, ...]]:
-    """Names of modules -> of their weights and biases."""
+    """Names of modules -> of their weights and biases; what reads a patch's frames apart is what reads them as one."""
+    modules = {**names, **({"film": names["patch"]} if "patch" in names else {})}
     return {
         f"{ours}.{kind}": tuple(f"{each}.{kind}" for each in ((theirs,) if isinstance(theirs, str) else theirs))
-        for ours, theirs in names.items()
+        for ours, theirs in modules.items()
         for kind in ("weight", "bias")
     }

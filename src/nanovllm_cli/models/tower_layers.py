@@ -159,10 +159,10 @@ class Seeing(Layers, ABC):
     def stages(self, image: Image) -> Stages:
         """A layer at a time, the last of which returns the rows."""
 
-    def _patch_rows(self, patches: torch.Tensor) -> torch.Tensor:
+    def _patch_rows(self, patches: torch.Tensor, name: str = "patch") -> torch.Tensor:
         """[patches, 3, pixels] of bytes -> [patches, hidden_size]."""
         values = (patches.to(torch.float32) / 255 - self._mean) / self._std
-        return self._linear("patch", values.flatten(1).to(self._dtype))
+        return self._linear(name, values.flatten(1).to(self._dtype))
 
 
 def _products(name: str, tensors: Mapping[str, torch.Tensor]) -> tuple[list[Product], list[list[float]] | None]:

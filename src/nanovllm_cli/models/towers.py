@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.models import tower_videos
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER
@@ -102,11 +103,12 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 class TowerFamily:
     """names: our names of tensors, {i} for a layer, or a stage, and {j} for a layer in that -> those in its folders, of which
     ours has the rows behind each other. What a name may begin with is left to who reads them. unread: what folders have and
-    nothing here reads, a layer's number as the only group, which then is none of the spec's."""
+    nothing here reads, a layer's number as the only group, which then is none of the spec's. video: of those that see them."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
     unread: re.Pattern[str] = re.compile(r"(?!)")
+    video: tower_videos.ReadVideo | None = None
 
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
@@ -230,10 +232,11 @@ MISTRAL3_NAMES = weights_and_biases({
     "projector.down": "multi_modal_projector.linear_2",
 })  # fmt: skip
 
-_QWEN3_VL, _QWEN3_5 = TowerFamily(qwen3_vl, QWEN3_NAMES), TowerFamily(qwen3_5, QWEN3_NAMES)
+_QWEN3_VL = TowerFamily(qwen3_vl, QWEN3_NAMES, video=tower_videos.qwen3)
+_QWEN3_5 = TowerFamily(qwen3_5, QWEN3_NAMES, video=tower_videos.qwen3)
 _OMNI2_5, _OMNI3 = TowerFamily(omni2_5, OMNI2_5_NAMES), TowerFamily(qwen3_vl, OMNI3_NAMES)
 _IDEFICS3 = TowerFamily(idefics3, IDEFICS3_NAMES)
-_GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
+_GLM4V, _LIGHTON_OCR = TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4v), TowerFamily(_lighton_ocr, MISTRAL3_NAMES)
 _KIMI_K25 = TowerFamily(kimi_k25, KIMI_K25_NAMES, KIMI_UNREAD)
 _LLAVA = TowerFamily(llava, LLAVA_NAMES, LLAVA_UNREAD)
 TOWERS: dict[str, TowerFamily] = {
@@ -246,13 +249,13 @@ TOWERS: dict[str, TowerFamily] = {
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "DotsOCRForCausalLM": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
     "DotsOCRForConditionalGeneration": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
-    "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES),
+    "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES, video=tower_videos.exaone4_5),
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
-    "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES),
+    "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES, video=tower_videos.gemma4),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
-    "Glm46VForConditionalGeneration": _GLM4V,
+    "Glm46VForConditionalGeneration": TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4_6v),
     "GlmOcrForConditionalGeneration": TowerFamily(glm_ocr, GLM_OCR_NAMES),
     "GotOcr2ForConditionalGeneration": TowerFamily(got_ocr2, GOT_NAMES),
     "Granite4VisionForConditionalGeneration": TowerFamily(granite4, GRANITE4_NAMES),
@@ -260,8 +263,8 @@ TOWERS: dict[str, TowerFamily] = {
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "HyperCLOVAXVisionV2ForConditionalGeneration": TowerFamily(hyperclovax, HYPERCLOVAX_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
-    "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES),
-    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD),
+    "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES, video=tower_videos.internvl),
+    "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD, tower_videos.internvl),
     "JanusForConditionalGeneration": TowerFamily(janus, JANUS_NAMES),
     "KimiK25ForConditionalGeneration": _KIMI_K25,
     "Kimi_K25ForConditionalGeneration": _KIMI_K25,
@@ -283,8 +286,8 @@ TOWERS: dict[str, TowerFamily] = {
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
     "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
-    "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES),
-    "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES),
+    "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES, video=tower_videos.qwen2),
+    "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES, video=tower_videos.qwen2_5),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
     "Qwen2_5OmniModel": _OMNI2_5,
     "Qwen2_5OmniThinkerForConditionalGeneration": _OMNI2_5,
@@ -294,7 +297,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
-    "SmolVLMForConditionalGeneration": _IDEFICS3,
+    "SmolVLMForConditionalGeneration": TowerFamily(idefics3, IDEFICS3_NAMES, video=tower_videos.smolvlm),
     "VideoLlama3ForConditionalGeneration": TowerFamily(video_llama3, VIDEO_LLAMA3_NAMES),
     "VideoLlavaForConditionalGeneration": TowerFamily(video_llava, LLAVA_NAMES, LLAVA_UNREAD),
     "VipLlavaForConditionalGeneration": TowerFamily(vip_llava, VIP_LLAVA_NAMES, LLAVA_UNREAD),

@@ -18,6 +18,7 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
 from nanovllm_cli.models.tower import tower_shapes
 from nanovllm_cli.models.tower_configs import RESAMPLES, square
+from nanovllm_cli.models.tower_videos import with_video
 from nanovllm_cli.models.towers import TOWERS
 from nanovllm_cli.models.towers_gemma4 import BOUNDS
 from nanovllm_cli.models.towers_gguf_deepseek import deepseek_from_gguf, deepseek_names, deepseek_ocr_from_gguf
@@ -61,7 +62,8 @@ class Projector:
     """A family, by the name of what follows the tower. model: of "architectures" in a folder's config; texts: of GGUF files that
     it belongs to. configs: config.json, and the image processor's settings without colours. also: other "architectures" with the
     same projector; which it is, configs says. fused: llama.cpp wants queries, keys and values as one; what is read may be either.
-    instead: see `ImageTokens`. stored: see `TowerSpec`, of these files, where folders have it otherwise."""
+    instead: see `ImageTokens`. stored: see `TowerSpec`, of these files, where folders have it otherwise. videos: whether its
+    models all see them alike, if the family does."""
 
     model: str
     texts: tuple[str, ...]
@@ -70,6 +72,7 @@ class Projector:
     fused: bool = False
     instead: str = ""
     stored: Stored | None = None
+    videos: bool = True
 
 
 def projector_of(read: ConfigReader) -> Projector:
@@ -99,10 +102,14 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
     config, settings = projector.configs(given)
     model = config.setdefault("architectures", [projector.model])[0]
     settings |= {key: read.values.get(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
-    spec = TOWERS[model].read(ConfigReader(config, read.where), ConfigReader(settings, read.where))
-    tokens = replace(spec.tokens, instead=projector.instead)
+    family, of_folder = TOWERS[model], ConfigReader(config, read.where)
+    spec = family.read(of_folder, ConfigReader(settings, read.where))
+    spec = with_video(spec, family.video if projector.videos else None, of_folder, ConfigReader({}, read.where))
+    tokens, video = replace(spec.tokens, instead=projector.instead), spec.video
+    if video is not None and video.tokens.token == tokens.token:
+        video = replace(video, tokens=replace(video.tokens, instead=projector.instead))
     tower = replace(spec.tower, intermediate_size=inner, stored=projector.stored or spec.tower.stored)
-    return replace(spec, tower=tower, tokens=tokens)
+    return replace(spec, tower=tower, tokens=tokens, video=video)
 
 
 def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]:
@@ -135,7 +142,7 @@ def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]
         names[ours] = _ALONE.get(ours) or tuple(f"{theirs}.{each}" for theirs in modules[module] for each in kinds)
     if spec.frames:
         names["patch.weight"] += tuple(f"v.patch_embd.weight.{frame}" for frame in range(1, spec.frames))
-    return names
+    return names | ({"film.weight": names["patch.weight"]} if spec.films else {})
 
 
 def _projector_kind(spec: TowerSpec) -> str:
@@ -349,7 +356,7 @@ PROJECTORS = {
         "LightOnOCRForConditionalGeneration", ("qwen3",), _lighton, also=("LightOnOcrForConditionalGeneration",)
     ),
     "glm4v": Projector(
-        "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True,
+        "Glm4vForConditionalGeneration", ("glm4", "glm4moe"), _glm, fused=True, videos=False,
         also=("Glm4vMoeForConditionalGeneration", "Glm46VForConditionalGeneration", "GlmOcrForConditionalGeneration"),
     ),
     "deepseekocr": Projector("DeepseekOCRForCausalLM", ("deepseek2-ocr",), deepseek_ocr_from_gguf, fused=True),
@@ -376,7 +383,10 @@ PROJECTORS = {
         also=("InternVLChatModel", "QianfanOCRForConditionalGeneration"),
     ),
 }  # fmt: skip
-_NAMES = {"patch": "v.patch_embd", "positions": "v.position_embd", "pre_norm": "v.pre_ln", "post_norm": "v.post_ln"}
+_NAMES = {
+    "patch": "v.patch_embd", "film": "v.patch_embd", "positions": "v.position_embd",
+    "pre_norm": "v.pre_ln", "post_norm": "v.post_ln",
+}  # fmt: skip
 _ALONE = {
     "projector.standard_norm.shift": ("v.std_bias",), "projector.standard_norm.scale": ("v.std_scale",),
     "lead.weight": ("v.class_embd",), "projector.line_end.weight": ("v.image_newline",),

@@ -1,7 +1,7 @@
 """How LLaVAs see: their configs -> VisionSpec, and what their folders call a tower's tensors. See `towers.py`. CLIP or SigLIP, as
 they were before LLaVAs: squares of one size. LLaVA 1.5 reads one of them, LLaVA-NeXT (1.6) and LLaVA-OneVision a `Mosaic`.
 
-Several images in one prompt are each read as if they were alone. Videos are not read.
+Several images in one prompt are each read as if they were alone. Videos are not read (OneVision pools their frames).
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""A conversation made into its prompt: its messages as the model's template wants them, its images, or sounds, read, and all made
-into tokens.
+"""A conversation made into its prompt: its messages as the model's template wants them, its images, sounds and videos read, and
+all made into tokens.
 
 They come from anybody, and each may take seconds and a gigabyte to decode. So they are read one by one, in threads of their
 own, where no text waits behind them, and the next one only while all so far are within bounds.
@@ -19,15 +19,15 @@ from nanovllm_cli.server.api_error import ApiError, invalid_value, too_long
 from nanovllm_cli.server.ports import ChatAsked, ServedModel
 from nanovllm_cli.server.reading import template_variables
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat, strings
-from nanovllm_cli.text.content_parts import IMAGES, PARTS, SOUNDS, ImagePart
+from nanovllm_cli.text.content_parts import IMAGES, PARTS, SOUNDS, VIDEOS, ImagePart
 from nanovllm_cli.text.image_tokens import Sent
 from nanovllm_cli.text.messages import template_messages, template_tools
 from nanovllm_cli.text.tool_format import ToolFormat
 from nanovllm_cli.vision_spec import TokenIds
 
-_NAMES = {IMAGES: "images", SOUNDS: "sounds"}
+_NAMES = {IMAGES: "images", SOUNDS: "sounds", VIDEOS: "videos"}
 MAX_IMAGES = 64
-"""Of a request, and sounds."""
+"""Of a request, and sounds and videos."""
 MAX_PIXELS = 1 << 28
 """Of all images of a request, as they were sent or as the model is shown them, whichever are more: 768 MiB, which all sounds of
 one may have, too, as spectrograms."""
@@ -76,7 +76,7 @@ async def _images(
         num_bytes += taken
         num_tokens += senses.num_tokens(image)
         if num_bytes > 3 * MAX_PIXELS:
-            what = f"images may have {MAX_PIXELS >> 20} million pixels"
+            what = f"images and frames may have {MAX_PIXELS >> 20} million pixels"
             if part.kind == SOUNDS:
                 what = f"sounds may have {3 * MAX_PIXELS >> 20} MiB of spectrograms"
             raise invalid_value(f"{part.where}: a request's {what}, and with this one have more; make them smaller", part.where)

@@ -150,7 +150,11 @@ def _props(served: ServedModel) -> dict[str, Any]:
         "chat_template": None if served.chat_template is None else served.chat_template.source,
         "bos_token": served.tokenizer.bos_token,
         "eos_token": served.tokenizer.eos_token,
-        "modalities": {"vision": served.facts.vision is not None, "audio": served.facts.hearing is not None},
+        "modalities": {
+            "vision": served.facts.vision is not None,
+            "audio": served.facts.hearing is not None,
+            "video": served.facts.vision is not None and served.facts.vision.video is not None,
+        },
         "build_info": f"nanovllm {__version__}",
     }
 

@@ -65,6 +65,13 @@ class ImageUrl(TypedDict, total=False):
 
 
 @with_config(OPEN)
+class VideoUrl(TypedDict, total=False):
+    """url: a data URL with the video in base64; none is opened."""
+
+    url: Required[str]
+
+
+@with_config(OPEN)
 class InputAudio(TypedDict, total=False):
     """data: a sound's file in base64. format: what its client calls it, which is not relied on."""
 
@@ -80,6 +87,7 @@ class ContentPart(TypedDict, total=False):
     text: str
     image_url: str | ImageUrl | None
     input_audio: InputAudio | None
+    video_url: str | VideoUrl | None
 
 
 @with_config(OPEN)

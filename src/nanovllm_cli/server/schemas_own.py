@@ -75,7 +75,7 @@ class ApplyTemplateAnswer(BaseModel):
 
 
 class Architecture(BaseModel):
-    input_modalities: list[Literal["text", "image", "audio"]]
+    input_modalities: list[Literal["text", "image", "audio", "video"]]
 
 
 class ModelAnswer(BaseModel):
@@ -154,6 +154,7 @@ class GenerationSettings(BaseModel):
 class Modalities(BaseModel):
     vision: bool
     audio: bool
+    video: bool
 
 
 class Slot(BaseModel):

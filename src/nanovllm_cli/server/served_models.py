@@ -113,7 +113,8 @@ class _Slot:
         facts = self.engine.facts
         if facts is None:
             return None
-        return "text", *["image"] * (facts.vision is not None), *["audio"] * (facts.hearing is not None)
+        video = facts.vision is not None and facts.vision.video is not None
+        return "text", *["image"] * (facts.vision is not None), *["audio"] * (facts.hearing is not None), *["video"] * video
 
     def admit(self) -> None:
         self.users |= self.waiting

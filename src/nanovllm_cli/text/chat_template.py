@@ -204,7 +204,7 @@ def prepare_chat(
     )
     text, plain_at = veil.lift(text)
     if marks:
-        text, plain_at = with_marks(text, plain_at, marks, images)
+        text, plain_at, images = with_marks(text, plain_at, marks, images)
     if most_tokens is not None:
         tokenizer.check_fits(text, most_tokens)
     ids = tokenizer.encode_guarded(text, plain_at)

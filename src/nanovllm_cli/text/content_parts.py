@@ -1,4 +1,4 @@
-"""What a message says: a text, or parts. Parts of text become one; images, or sounds, stay where they are between them.
+"""What a message says: a text, or parts. Parts of text become one; images, sounds and videos stay where they are between them.
 
 An image is looked at by nobody here, and a sound heard: its sender's address of it is handed on.
 """
@@ -26,18 +26,21 @@ _OTHER_PARTS = {
     "file": "files",
     "input_file": "files",
 }
-IMAGES, SOUNDS = "images", "audio"
-PARTS = {each: frozenset(kind for kind, what in _OTHER_PARTS.items() if what == each) for each in (IMAGES, SOUNDS)}
+IMAGES, SOUNDS, VIDEOS = "images", "audio", "video"
+PARTS = {each: frozenset(kind for kind, what in _OTHER_PARTS.items() if what == each) for each in (IMAGES, SOUNDS, VIDEOS)}
 """Kinds of parts, by what they are."""
+PART_TYPES = {IMAGES: "image", SOUNDS: "audio", VIDEOS: "video"}
+"""As templates call them."""
 BY_MMPROJ = "a GGUF model sees and hears by a file of its own, --mmproj FILE"
-_REFUSED = {IMAGES: "reads no images", SOUNDS: "hears no audio"}
+_REFUSED = {IMAGES: "reads no images", SOUNDS: "hears no audio", VIDEOS: "reads no videos"}
+AS_FRAMES = "it reads images: send frames of the video as such, or take a model that reads videos (docs/senses.md has a list)"
 _IMAGE = "image part"
-_AS_TEMPLATES_HAVE: dict[str, dict[str, Any]] = {IMAGES: {"type": "image"}, SOUNDS: {"type": "audio", "audio": ""}}
-"""Some look for the second's second."""
+_AS_TEMPLATES_HAVE: dict[str, dict[str, Any]] = {kind: {"type": type_} for kind, type_ in PART_TYPES.items()}
+_AS_TEMPLATES_HAVE[SOUNDS]["audio"] = ""  # which some look for
 
 
 class ImagePart(NamedTuple):
-    """An image of a message, or a sound, as its sender wrote it, and where that stands. kind: which of both."""
+    """An image of a message, a sound or a video, as its sender wrote it, and where that stands. kind: which of them."""
 
     url: str
     where: str
@@ -45,7 +48,7 @@ class ImagePart(NamedTuple):
 
 
 def content_of(content: Any, where: str, *, reads: Collection[str]) -> Content:
-    """reads: which of IMAGES and SOUNDS the model does."""
+    """reads: which of IMAGES, SOUNDS and VIDEOS the model does."""
     if isinstance(content, str):
         return content
     if not isinstance(content, Sequence) or isinstance(content, bytes):
@@ -55,7 +58,7 @@ def content_of(content: Any, where: str, *, reads: Collection[str]) -> Content:
         at = f"{where}.content[{place}]"
         kind = part.get("type") if isinstance(part, Mapping) else None
         what = _OTHER_PARTS.get(kind) if isinstance(kind, str) else None
-        parts.append(_IN_PARTS[what](part, at) if what in _IN_PARTS and what in reads else _part(part, at))
+        parts.append(_IN_PARTS[what](part, at) if what in _IN_PARTS and what in reads else _part(part, at, reads))
     texts = [part for part in parts if isinstance(part, str)]
     if len(texts) == len(parts):
         return "\n".join(texts)
@@ -66,7 +69,7 @@ def content_of(content: Any, where: str, *, reads: Collection[str]) -> Content:
 
 
 def take_images(messages: list[dict[str, Any]]) -> Iterator[ImagePart]:
-    """The images, or sounds, of messages, where a template sees that they are."""
+    """The images, sounds or videos of messages, where a template sees that they are."""
     for message in messages:
         for part in message["content"] if isinstance(message["content"], list) else ():
             if _IMAGE in part:
@@ -101,17 +104,26 @@ def _sound(part: Mapping[str, Any], where: str) -> ImagePart:
     return ImagePart(given, where, SOUNDS)
 
 
-_IN_PARTS = {IMAGES: _image, SOUNDS: _sound}
+def _video(part: Mapping[str, Any], where: str) -> ImagePart:
+    """Its address is a text, or an object's `url`."""
+    given = next((part[name] for name in ("video_url", "video", "url") if part.get(name) is not None), None)
+    url = given.get("url") if isinstance(given, Mapping) else given
+    if not isinstance(url, str):
+        raise UsageError(f"{where} has no video", 'write {"type": "video_url", "video_url": {"url": "data:video/mp4;base64,…"}}')
+    return ImagePart(url, where, VIDEOS)
 
 
-def _part(part: Any, where: str) -> str:
+_IN_PARTS = {IMAGES: _image, SOUNDS: _sound, VIDEOS: _video}
+
+
+def _part(part: Any, where: str, reads: Collection[str]) -> str:
     if isinstance(part, str):
         return part
     kind = part.get("type") if isinstance(part, Mapping) else None
     if isinstance(kind, str) and kind in _OTHER_PARTS:
         if (what := _OTHER_PARTS[kind]) in _REFUSED:
             told = f"this model {_REFUSED[what]} ({where} is of type {kind!r})"
-            raise UnsupportedError(told, f"take one that does; {BY_MMPROJ}")
+            raise UnsupportedError(told, AS_FRAMES if what == VIDEOS and IMAGES in reads else f"take one that does; {BY_MMPROJ}")
         raise UnsupportedError(f"{where} is of type {kind!r}: models here read no {_OTHER_PARTS[kind]}", "send its text instead")
     if not isinstance(kind, str) or kind not in _TEXT_PARTS:
         raise UsageError(f"{where} is no part of a message", 'write {"type": "text", "text": "…"}')

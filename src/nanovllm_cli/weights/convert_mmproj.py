@@ -131,7 +131,7 @@ class _TowerView(CheckpointView):
             self._kernel = width, 3 * spec.patch_size**2
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
-                     for place, theirs in enumerate(names)}  # fmt: skip
+                     for place, theirs in enumerate(names) if not ours.startswith("film.")}  # fmt: skip
         self._last: tuple[str, torch.Tensor] | None = None
 
     def names(self) -> list[str]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,6 +13,7 @@ from gguf.constants import GGUFType
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import ConformerSpec, Sense
 from nanovllm_cli.progress import LoadProgress
+from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import TOWER, Checkpoint
 from nanovllm_cli.weights.convert_gguf import QUANTIZATION_VERSION
 from nanovllm_cli.weights.convert_tensors import Step, main_type, slices
@@ -96,7 +97,10 @@ def tower_header(name: str, kind: int, keys: Mapping[str, Any]) -> Header:
 
 
 def check_spec(wanted: Sense, found: Sense) -> None:
-    """found: what a file's header is read as. UnsupportedError where that is another tower."""
+    """found: what a file's header is read as. UnsupportedError where that is another tower. Files say nothing of videos, which
+    are as published then."""
+    if isinstance(wanted, VisionSpec) and isinstance(found, VisionSpec):
+        wanted, found = (replace(each, video=None, tower=replace(each.tower, films=False)) for each in (wanted, found))
     if lost := sorted(_differences(asdict(wanted), asdict(found))):
         raise UnsupportedError(f"a GGUF file can't say this of a tower: {some(lost)}", "keep the model as a Hugging Face folder")
 

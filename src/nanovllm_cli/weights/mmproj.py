@@ -187,7 +187,8 @@ def _compared(file: Checkpoint, spec: TowerSpec) -> dict[str, tuple[str, ...]]:
     wanted: dict[str, tuple[int, ...]] = {}
     stored = stored_shapes(_of_one_frame(spec), of_file=True)
     for ours, (rows, *others) in stored.items():
-        each = [rows] * len(names[ours]) if ours == "patch.weight" else rows_of_parts(ours, len(names[ours]), stored)
+        count, is_kernel = len(names[ours]), ours in ("patch.weight", "film.weight")
+        each = [rows] * count if is_kernel else rows_of_parts(ours, count, stored)
         wanted |= {name: (own, *others) for name, own in zip(names[ours], each, strict=True)}
     there = {name: (name, shape) for name, shape in shapes.items() if name in wanted or not _UNREAD.fullmatch(name)}
     match_tensors(file.path, wanted, there)
@@ -219,6 +220,8 @@ def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor
     """As `tower_shapes` has it."""
     if ours == "patch.weight":  # all frames show the same
         return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _of_one_frame(spec))
+    if ours == "film.weight":
+        return torch.stack(parts, dim=2).flatten(1)
     whole = torch.cat(parts)
     if ours.endswith(".qkv.weight") and spec.dealt:
         both = 2 * spec.hidden_size

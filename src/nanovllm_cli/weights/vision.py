@@ -20,6 +20,7 @@ from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes
 from nanovllm_cli.models.tower_fastvit import fastvit_stored
 from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.tower_sam import sam_stored
+from nanovllm_cli.models.tower_videos import with_video
 from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import Stored, TowerSpec, VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -70,7 +71,9 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
         return None
     if not any(map(is_of_tower, checkpoint.names())):
         return None
-    return family.read(ConfigReader(checkpoint.config, "config.json"), settings_of(folder_of(checkpoint.path), "image_processor"))
+    config, folder = ConfigReader(checkpoint.config, "config.json"), folder_of(checkpoint.path)
+    images = settings_of(folder, "image_processor")
+    return with_video(family.read(config, images), family.video, config, _of_videos(folder, images))
 
 
 def vision_bytes(spec: VisionSpec, dtype: torch.dtype) -> int:
@@ -109,6 +112,14 @@ def settings_of(folder: Path, processor: str) -> ConfigReader:
         if section.has(processor):
             return section.section(processor)
     return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES) if own.is_file() else {}, own.name)
+
+
+def _of_videos(folder: Path, images: ConfigReader) -> ConfigReader:
+    """Settings of the video processor; where a folder has none, those of images."""
+    own = folder / "video_preprocessor_config.json"
+    if (found := settings_of(folder, "video_processor")).where.startswith("processor_config"):
+        return found
+    return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES), own.name) if own.is_file() else images
 
 
 def _compared(checkpoint: Checkpoint, spec: TowerSpec, reader: WeightReader) -> dict[str, list[str]]:
@@ -209,6 +220,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
+    if spec.films:
+        shapes["film.weight"] = shapes["patch.weight"]
     if spec.projector == "shuffled":  # a matrix, of each colour's pixels behind each other
         shapes["patch.weight"] = (spec.hidden_size, 3 * spec.patch_size**2)
     is_moonvit = spec.projector == "merger" and spec.stored != "halves"
@@ -245,6 +258,8 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.flatten(0, 2)
     if spec.sam is not None and ours in ("separator.weight", "line_end.weight", "behind.lead"):
         return stored.flatten()
+    if ours == "film.weight":
+        return stored.flatten(1)
     if ours == "patch.weight" and spec.projector != "shuffled":
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
