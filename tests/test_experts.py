@@ -771,7 +771,7 @@ def test_a_plan_and_a_roofline_count_the_experts_that_a_token_takes(tmp_path: Pa
     matrices = 4 * (attention + mlp + outer + 64 * hidden) + padded
     assert worker.expert_bytes == 4 * 5 * expert
     assert worker.read_bytes == matrices + worker.expert_bytes
-    token_bytes = made.block_bytes / 16
+    token_bytes = made.units.block / 16
     read = made.formats[0].weight_bytes - 4 * 2 * expert - 4 * outer - padded + 512 * token_bytes
     assert made.formats[0].decode == pytest.approx(1000 / read, rel=1e-3)
     work = ModelWork.of(worker.spec, worker.read_bytes, (torch.float32,) * 2, worker.expert_bytes)

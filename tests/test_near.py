@@ -16,7 +16,8 @@ from engines import SMALL, engine_for, poison_what_is_given_back, random_model, 
 from fake_model import drain, make_engine
 from nanovllm_cli import system
 from nanovllm_cli.attention.cpu import CpuAttention
-from nanovllm_cli.attention.kv_cache import KVCache, near_bytes, near_reach
+from nanovllm_cli.attention.kv_cache import KVCache, near_bytes
+from nanovllm_cli.attention.near_memory import near_reach
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import near
 from nanovllm_cli.engine.engine import Engine

@@ -352,11 +352,11 @@ def test_the_part_that_writes_of_a_qwen_that_sees(tmp_path: Path) -> None:
     assert worst_difference(worker_for(tmp_path, dtype="float32"), reference) < 1e-4
     with open_checkpoint(tmp_path) as checkpoint:
         assert all(name.startswith(("model.language_model.", "lm_head.")) for name in checkpoint.names())
-    patches = torch.arange(2 * 2 * 4 * 5 * 3, dtype=torch.float32).view(2, 2, 4, 5, 3)
+    patches = torch.arange(2 * 2 * 4 * 4 * 3, dtype=torch.float32).view(2, 2, 4, 4, 3)
     write(tmp_path / "sees", {"vision_tower.patch_embed.proj.weight": patches}, settings(), {"model_type": "qwen3_5"})
     with open_checkpoint(tmp_path / "sees") as checkpoint:
         name = "model.visual.patch_embed.proj.weight"
-        assert checkpoint.info(name).shape == (2, 3, 2, 4, 5)
+        assert checkpoint.info(name).shape == (2, 3, 2, 4, 4)
         assert torch.equal(checkpoint.tensor(name), patches.permute(0, 4, 1, 2, 3))
         assert torch.equal(checkpoint.raw(name).flatten().view(torch.float32), patches.permute(0, 4, 1, 2, 3).flatten())
 
@@ -515,3 +515,12 @@ def test_latent_attention_as_mlx_makes_it_is_named(tmp_path: Path) -> None:
     with pytest.raises(UnsupportedError, match="latent attention's matrices as MLX") as caught:
         open_checkpoint(tmp_path)
     assert "GGUF" in str(caught.value.hint)
+
+
+@pytest.mark.parametrize("shape", [(8, 1, 3, 3), (8, 16, 3, 3), (8, 3, 3, 3), (8, 3, 2, 14, 14), (8, 16, 16, 16)])
+def test_kernels_of_towers_that_are_not_turned_stay_as_they_are(tmp_path: Path, shape: tuple[int, ...]) -> None:
+    """Of convolutions over single channels, over many, and over colours, as transformers has all of them."""
+    kernel = torch.zeros(shape)
+    write(tmp_path, {"model.vision_tower.stem.conv.weight": kernel}, None, {"model_type": "fastvlm"})
+    with open_checkpoint(tmp_path) as checkpoint:
+        assert checkpoint.info("model.vision_tower.stem.conv.weight").shape == shape

@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from nanovllm_cli import system
+from nanovllm_cli.attention.near_memory import NearMemory, reaches
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
 from nanovllm_cli.state_spec import ConvSpec, StateSpec
@@ -144,8 +144,7 @@ class KVCache:
         states = [state for _, state in split if state]
         self.states = layout.block_mover(states) if states else None
         sides = [side for layer, is_near in zip(self.layers, near, strict=True) if is_near for side in layer[:_SIDES]]
-        self._near = [side.flatten().view(torch.uint8).view(len(side), -1) for side in sides]
-        self._gives_back = False
+        self._near = NearMemory(sides)
         for i, mixer in enumerate(mixers):
             if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
                 self.layers[i] = self.layers[mixer.reads]
@@ -162,21 +161,8 @@ class KVCache:
             self.states.copy(list(pairs))
 
     def give_back(self, blocks: Sequence[int]) -> None:
-        """What layers with a window keep of these blocks, in rising order, is of no use: its pages need be no memory."""
-        if not blocks:
-            return
-        if not self._gives_back:
-            self._gives_back = True
-            for side in self._near:
-                system.keep_pages_small(side.data_ptr(), side.nbytes)
-        runs = [(blocks[0], blocks[0])]
-        for block in blocks[1:]:
-            first, last = runs[-1]
-            runs[-1:] = [(first, block)] if block == last + 1 else [(first, last), (block, block)]
-        for side in self._near:
-            size = side.shape[1]
-            for first, last in runs:
-                system.give_back(side.data_ptr() + first * size, (last + 1 - first) * size)
+        """What layers with a window keep of these blocks, in rising order, is of no use."""
+        self._near.give_back(blocks)
 
 
 class BorrowedCache(KVCache):
@@ -214,11 +200,6 @@ def near_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     return sum(size if size % page == 0 else max(0, size // page - 1) * page for size in sizes)
 
 
-def near_reach(mixers: Sequence[MixerSpec | None]) -> int:
-    """Tokens that the widest window sees; 0 where there is none."""
-    return max((reach for reach in _reaches(mixers) if reach is not None), default=0)
-
-
 def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Memory of one state over all layers; 0 where none has one."""
     return sum(_num_bytes(part) for mixer in mixers for part in _state_parts(mixer, layout))
@@ -233,27 +214,12 @@ def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart
     return layout.block_parts(mixer)
 
 
-def _reaches(mixers: Sequence[MixerSpec | None]) -> list[int | None]:
-    """How far back each layer's keys are seen, by itself and those that read them; None: to the beginning, or it has none."""
-    found = [_reach(mixer) for mixer in mixers]
-    for i, mixer in enumerate(mixers):
-        if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
-            own, read = found[i], found[mixer.reads]
-            found[mixer.reads] = None if own is None or read is None else max(own, read)
-            found[i] = None
-    return found
-
-
-def _reach(mixer: MixerSpec | None) -> int | None:
-    return (mixer.window or mixer.chunk) if isinstance(mixer, AttentionSpec) and not mixer.both_ways else None
-
-
 def _near_parts(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> list[list[BlockPart]]:
     """Of each layer what it keeps in a block no longer than it is within reach."""
     if not layout.page_bytes:
         return [[] for _ in mixers]
-    reaches = zip(mixers, _reaches(mixers), strict=True)
-    return [[] if reach is None else _block_parts(mixer, layout)[:_SIDES] for mixer, reach in reaches]
+    reaches_of = zip(mixers, reaches(mixers), strict=True)
+    return [[] if reach is None else _block_parts(mixer, layout)[:_SIDES] for mixer, reach in reaches_of]
 
 
 def _state_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:

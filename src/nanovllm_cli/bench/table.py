@@ -141,8 +141,9 @@ def greedy(count: int) -> SamplingParams:
 
 def reserved_tokens(llm: LLM) -> set[int]:
     """Which stand for images, sounds or videos, and nothing else: a prompt of made-up tokens is refused with one."""
-    senses = [] if llm.senses is None else llm.senses.all
-    tokens = {image_token(llm.tokenizer, sense) for sense in senses} | {video_token(llm.tokenizer, llm.vision)}
+    if llm.senses is None:
+        return set()
+    tokens = {image_token(llm.tokenizer, sense) for sense in llm.senses.all} | {video_token(llm.tokenizer, llm.senses.vision)}
     return {token for token in tokens if token is not None}
 
 

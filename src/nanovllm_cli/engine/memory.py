@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanovllm_cli import control_groups, system
-from nanovllm_cli.attention.kv_cache import near_reach
+from nanovllm_cli.attention.near_memory import near_reach
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.near import kept_blocks
 from nanovllm_cli.errors import DoesNotFitError

@@ -106,7 +106,7 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
         if _IMAGES.fullmatch(name) or _TAPS.fullmatch(name):
             shape = checkpoint.info(name).shape
             of_images = _IMAGES.fullmatch(name) is not None
-            if of_images and len(shape) in (4, 5) and shape[-1] == 3 != shape[1]:
+            if of_images and len(shape) in (4, 5) and shape[-1] == 3 != shape[-2] == shape[-3]:  # a patch's colours
                 found[name] = _Source(name, change="images")
             elif not of_images and len(shape) == 3 and shape[2] == 1 < shape[1]:
                 found[name], turned = _Source(name, change="taps"), True
