@@ -28,6 +28,7 @@ from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.kernels import cpu
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.sampling_params import SamplingParams
+from test_vision import an_image, opened, prompt_with
 
 SIZE = 4
 
@@ -313,3 +314,22 @@ def test_saved_kv_comes_back_with_what_was_kept(folder: Path, given: list[int], 
     plain = engine(num_blocks=128)
     assert plain.kv_files.load(tmp_path / "kv", "me") == 0  # there blocks are whole
 
+
+
+def test_images_that_no_step_may_cut_have_room(tmp_path: Path, given: list[int]) -> None:
+    """Steps of 7 tokens, and of 16 for an image."""
+    _, plain, vision, token = opened("gemma3", tmp_path)
+    wanted = Near(plain.near_bytes, 20, 7 + 16)
+    room = 32 * (plain.block_bytes - plain.near_bytes) + (wanted.least(16) + 1) * plain.near_bytes
+    told = {"max_num_batched_tokens": 7}
+    sizes = {"num_blocks": None, "kv_cache_bytes": room, "max_model_len": 512}
+    worker = worker_for(tmp_path, dtype="float32", **sizes, **told)
+    assert worker.near.reach == 20
+    assert wanted.least(16) <= worker.near.num_parts <= wanted.least(16) + 1
+    parts = [150, an_image(vision, 4, 4), 90, an_image(vision, 4, 4), 100]
+    asked = [(prompt_with(vision, parts, token), SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)) for _ in range(2)]
+    found, expected = run(engine_for(worker, **told), asked), run(engine_for(plain), asked)
+    assert given
+    for one, other in zip(found, expected, strict=True):
+        assert one.outputs[0].token_ids == other.outputs[0].token_ids
+        assert one.outputs[0].logprobs == other.outputs[0].logprobs
