@@ -131,7 +131,8 @@ def test_a_language_is_heard_as_transformers_hears_it(llm: LLM) -> None:
     found = set()
     for seed in range(4):
         sound = sound_of(0.6, seed)
-        logits = whisper()(input_features=features_of(llm, sound), decoder_input_ids=torch.tensor([[START]])).logits[0, -1]
+        with torch.inference_mode():
+            logits = whisper()(input_features=features_of(llm, sound), decoder_input_ids=torch.tensor([[START]])).logits[0, -1]
         likeliest = LANGUAGES[int(logits[EN : FR + 1].argmax())]
         assert transcribe(llm, sound, Wishes(**PLAIN)).language == likeliest
         silent = transcribe(llm, sound, Wishes(**PLAIN)).passages[0].silent
