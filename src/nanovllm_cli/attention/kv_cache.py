@@ -177,6 +177,9 @@ class BorrowedCache(KVCache):
     def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
         assert not pairs
 
+    def give_back(self, blocks: Sequence[int]) -> None:
+        assert not blocks, "whose cache it is does"
+
 
 def parts_of(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
     """What a layer keeps: in a block, then in a state."""
