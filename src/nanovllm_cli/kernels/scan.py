@@ -43,7 +43,7 @@ def causal_conv(
         cpu.address_of(states.guesses, dtype, num_states, 2, max_guesses, 2 * channels),
         cpu.address_of(states.stamps, i32, num_states, 2, num_values),
         cpu.address_of(states.reaches, i32, num_states, 2, num_values), num_states, max_guesses,
-        *_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
+        *of_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
     )  # fmt: skip
     cpu.launch(cpu_scan.causal_conv, tokens * channels * (width + 8), cpu.tags_of(dtype), ints)
     return out
@@ -96,15 +96,16 @@ def selective_scan(
         cpu.address_of(states.guess_gates, f32, num_states, 2, max_guesses, channels + key_dim),
         cpu.address_of(states.stamps, i32, num_states, 2, num_values),
         cpu.address_of(states.reaches, i32, num_states, 2, num_values), num_states, max_guesses,
-        *_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
+        *of_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
     )  # fmt: skip
     cpu.launch(cpu_scan.selective_scan, tokens * channels * key_dim * 12, cpu.tags_of(dtype), ints)
     return out
 
 
-def _sequences(
+def of_sequences(
     query_starts: torch.Tensor, kv_lens: torch.Tensor, known_lens: torch.Tensor, state_of: torch.Tensor
 ) -> tuple[int, ...]:
+    """What kernels with states are told of a step's sequences: addresses of these, and how many there are."""
     count, i32 = len(kv_lens), torch.int32
     addresses = (cpu.address_of(each, i32, count) for each in (kv_lens, known_lens, state_of))
     return (cpu.address_of(query_starts, i32, count + 1), *addresses, count)

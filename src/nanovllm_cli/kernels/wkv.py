@@ -16,6 +16,7 @@ import torch
 
 from nanovllm_cli.kernels import cpu, cpu_wkv
 from nanovllm_cli.kernels.ops import Squash
+from nanovllm_cli.kernels.scan import of_sequences
 from nanovllm_cli.kernels.states import States
 
 _KINDS: dict[Squash, int] = {"tanh": cpu_wkv.TANH, "sigmoid": cpu_wkv.SIGMOID}
@@ -63,7 +64,7 @@ def token_shift(
         cpu.address_of(shares, torch.float32, num_shares, channels), num_shares, part, num_values, value_dim,
         cpu.address_of(states.inputs, dtype, num_states, 2, 1, 2 * channels),
         cpu.address_of(states.guesses, dtype, num_states, 2, max_guesses, 2 * channels),
-        *_places(states), *_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
+        *_places(states), *of_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
     )  # fmt: skip
     cpu.launch(cpu_wkv.token_shift, tokens * channels * (num_shares + 2), cpu.tags_of(dtype), ints)
     return out
@@ -103,7 +104,7 @@ def wkv7(
         cpu.address_of(tables, f32, 8, channels), num_values, dim,
         cpu.address_of(states.matrices, f32, num_states, 2, num_values, dim, dim),
         cpu.address_of(states.guess_gates, f32, num_states, 2, max_guesses, 5 * channels),
-        *_places(states), *_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
+        *_places(states), *of_sequences(query_starts, kv_lens, known_lens, state_of), out.data_ptr(),
     )  # fmt: skip
     cpu.launch(cpu_wkv.wkv7, tokens * channels * dim * 5, cpu.tags_of(dtype), ints, (eps,))
     return out
@@ -113,11 +114,3 @@ def _places(states: States) -> tuple[int, ...]:
     num_states, _, num_values, _, _ = states.matrices.shape
     addresses = (cpu.address_of(each, torch.int32, num_states, 2, num_values) for each in (states.stamps, states.reaches))
     return (*addresses, num_states, states.guesses.shape[2])
-
-
-def _sequences(
-    query_starts: torch.Tensor, kv_lens: torch.Tensor, known_lens: torch.Tensor, state_of: torch.Tensor
-) -> tuple[int, ...]:
-    count, i32 = len(kv_lens), torch.int32
-    addresses = (cpu.address_of(each, i32, count) for each in (kv_lens, known_lens, state_of))
-    return (cpu.address_of(query_starts, i32, count + 1), *addresses, count)

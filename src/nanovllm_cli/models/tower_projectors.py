@@ -84,21 +84,29 @@ class Projecting(Querying):
         return x.view(-1, self.spec.joins * x.shape[-1])
 
 
+class Shapes(dict[str, tuple[int, ...]]):
+    """Of a tower's tensors, which has biases and norms as its spec says unless they are told otherwise."""
+
+    def __init__(self, spec: TowerSpec) -> None:
+        super().__init__()
+        self._spec = spec
+
+    def matrix(self, name: str, out: int, width: int, bias: bool | None = None) -> None:
+        self[f"{name}.weight"] = (out, width)
+        if self._spec.bias if bias is None else bias:
+            self[f"{name}.bias"] = (out,)
+
+    def norm(self, name: str, width: int | None = None, kind: str | None = None) -> None:
+        self[f"{name}.weight"] = size = (self._spec.hidden_size if width is None else width,)
+        if (kind or self._spec.norm) == "layer":
+            self[f"{name}.bias"] = size
+
+
 def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     """Of what is read here, by our names; see `tower_shapes`."""
     hidden, joined = spec.hidden_size, spec.joins * spec.hidden_size * max(1, len(spec.reads))
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
-        shapes[f"{name}.weight"] = (out, width)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def norm(name: str, width: int = hidden, kind: str = spec.norm) -> None:
-        shapes[f"{name}.weight"] = (width,)
-        if kind == "layer":
-            shapes[f"{name}.bias"] = (width,)
-
+    shapes = Shapes(spec)
+    matrix, norm = shapes.matrix, shapes.norm
     if spec.projector == "pooled":
         norm("projector.norm", kind="rms")
         matrix("projector.out", spec.out_size, hidden, bias=False)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from nanovllm_cli.models.tower_fastvit import fastvit_shapes
-from nanovllm_cli.models.tower_projectors import projector_shapes
+from nanovllm_cli.models.tower_projectors import Shapes, projector_shapes
 from nanovllm_cli.models.tower_sam import sam_shapes
 from nanovllm_cli.vision_spec import TowerSpec
 
@@ -18,18 +18,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
     if spec.fastvit is not None:
         return fastvit_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
-    shapes: dict[str, tuple[int, ...]] = {}
-
-    def matrix(name: str, out: int, width: int, bias: bool = spec.bias) -> None:
-        shapes[f"{name}.weight"] = (out, width)
-        if bias:
-            shapes[f"{name}.bias"] = (out,)
-
-    def norm(name: str, width: int = hidden, kind: str = spec.norm) -> None:
-        shapes[f"{name}.weight"] = (width,)
-        if kind == "layer":
-            shapes[f"{name}.bias"] = (width,)
-
+    shapes = Shapes(spec)
+    matrix, norm = shapes.matrix, shapes.norm
     matrix("patch", hidden, 3 * spec.patch_size**2, spec.patch_bias)
     if spec.films:
         matrix("film", hidden, 3 * spec.frames * spec.patch_size**2, spec.patch_bias)
