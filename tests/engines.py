@@ -115,6 +115,37 @@ def run(
     return [done[str(i)] for i in range(len(requests))]
 
 
+def logprobs_of(output: RequestOutput) -> list[float]:
+    """Of its first answer's tokens, of a request that asked for them."""
+    return [each.logprob for each in output.outputs[0].logprobs or ()]
+
+
+def check_that_no_bit_changes(
+    worker: Worker,
+    requests: list[tuple[list[int], SamplingParams]],
+    num_blocks: int,
+    *others: dict[str, Any],
+    finds: bool = True,
+) -> list[RequestOutput]:
+    """Requests that ask for log-probabilities get the same ones alone in a step each, cut anywhere, beside others, behind a found
+    prefix, and computed again after a preemption. num_blocks: too few for all of them. others: further settings. finds: whether
+    anything is found of such prompts. What each got alone is returned."""
+    alone = [run(engine_for(worker, enable_prefix_caching=False), [request])[0] for request in requests]
+    settings: list[dict[str, Any]] = [
+        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
+        {"num_blocks": num_blocks}, *others,
+    ]  # fmt: skip
+    for setting in settings:
+        engine = engine_for(worker, **setting)
+        for _ in range(2):  # the second time finds what the first one left
+            for first, again in zip(alone, run(engine, requests), strict=True):
+                assert again.outputs[0].token_ids == first.outputs[0].token_ids
+                assert logprobs_of(again) == logprobs_of(first) != []
+        assert (engine.stats().preemptions > 0) == ("num_blocks" in setting)
+        assert (engine.stats().prefix_hit_tokens > 0) == (finds and setting.get("enable_prefix_caching", True))
+    return alone
+
+
 def each_alone(folder: Path, asked: list[tuple[list[int], SamplingParams]]) -> list[Any]:
     """Tokens and log-probabilities of each by itself, by steps that are not recorded."""
     worker = worker_for(folder)

@@ -13,7 +13,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import engine_for, run, save, worker_for
+from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, save, worker_for
 from hearing import TOKEN, a_sound, config_of, heard_by_transformers, prompt_with, random_ear
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.worker import Worker
@@ -53,10 +53,6 @@ def parts_of(spec: HearingSpec) -> list[int | Sound]:
     lengths = (whole, whole, whole) if spec.padded and not spec.framed else (whole, 7, 33)
     first, second, third = (a_sound(spec, heard, seed) for seed, heard in enumerate(lengths))
     return [5, first, 3, second, 2, third, 6]
-
-
-def logprobs_of(output: Any) -> list[float]:
-    return [each.logprob for each in output.outputs[0].logprobs]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -99,19 +95,7 @@ def test_neither_steps_nor_neighbours_change_a_bit(family: str, tmp_path: Path) 
     prompts = [prompt_with(spec, parts), prompt_with(spec, [*parts[:4], 9]), prompt_with(spec, [7])]
     prompts.append(TokenIds([*prompts[0], *range(2, 22)], prompts[0].images))
     requests = [(prompt, greedily(24, logprobs=0)) for prompt in prompts]
-    alone = [run(engine_for(worker), [request])[0] for request in requests]
-    settings: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
-        {"num_blocks": sum(-(-len(prompt) // 16) for prompt in prompts) + 2},
-    ]  # fmt: skip
-    for setting in settings:
-        engine = engine_for(worker, **setting)
-        for _ in range(2):  # the second time finds what the first one left
-            for first, again in zip(alone, run(engine, requests), strict=True):
-                assert again.outputs[0].token_ids == first.outputs[0].token_ids
-                assert logprobs_of(again) == logprobs_of(first)
-        assert (engine.stats().preemptions > 0) == ("num_blocks" in setting)
-        assert (engine.stats().prefix_hit_tokens > 0) == setting.get("enable_prefix_caching", True)
+    check_that_no_bit_changes(worker, requests, sum(-(-len(prompt) // 16) for prompt in prompts) + 2)
 
 
 def test_a_found_prefix_is_of_the_same_sound(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import engine_for, random_model, run, save, worker_for
+from engines import check_that_no_bit_changes, engine_for, logprobs_of, random_model, run, save, worker_for
 from hearing import TEXT, TOKEN, prompt_with
 from hearing_kin import values_of
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
@@ -85,10 +85,6 @@ def heard(sound: Sound) -> torch.Tensor:
     return values_of(sound).T.reshape(1, -1, 18)
 
 
-def logprobs_of(output: Any) -> list[float]:
-    return [each.logprob for each in output.outputs[0].logprobs]
-
-
 @pytest.mark.parametrize("kind", NAMES)
 @pytest.mark.parametrize("frames", [2, 12, 24, 34, 58])  # of a block less than one, one, two, some, and a row more
 def test_rows_are_those_of_transformers(kind: str, frames: int, tmp_path: Path) -> None:
@@ -128,18 +124,7 @@ def test_neither_steps_nor_neighbours_change_a_bit(tmp_path: Path) -> None:
     prompts = [prompt_with(spec, parts), prompt_with(spec, [*parts[:2], 9]), prompt_with(spec, [7])]
     prompts.append(TokenIds([*prompts[0], *range(2, 22)], prompts[0].images))
     requests = [(prompt, greedily(24)) for prompt in prompts]
-    alone = [run(engine_for(worker), [request])[0] for request in requests]
-    settings: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
-        {"num_blocks": sum(-(-len(prompt) // 16) for prompt in prompts) + 2},
-    ]  # fmt: skip
-    for setting in settings:
-        engine = engine_for(worker, **setting)
-        for _ in range(2):
-            for first, again in zip(alone, run(engine, requests), strict=True):
-                assert again.outputs[0].token_ids == first.outputs[0].token_ids
-                assert logprobs_of(again) == logprobs_of(first)
-        assert (engine.stats().preemptions > 0) == ("num_blocks" in setting)
+    check_that_no_bit_changes(worker, requests, sum(-(-len(prompt) // 16) for prompt in prompts) + 2)
 
 
 def test_a_tower_of_sixteen_bits_hears_nearly_the_same(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from engines import engine_for, run, save, worker_for
+from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, save, worker_for
 from hearing import prompt_with
 from hearing_kin import ARCHITECTURES, FAMILIES, a_piece, config_of, heard_by_transformers, random_ear
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
@@ -51,10 +51,6 @@ def parts_of(spec: HearingSpec) -> list[int | Sound]:
     whole = spec.piece
     long = [a_piece(spec, whole, 0), a_piece(spec, whole, 1, 1), a_piece(spec, 13, 2, 2)]
     return [5, *long, 3, a_piece(spec, whole - 9, 3), 6]
-
-
-def logprobs_of(output: Any) -> list[float]:
-    return [each.logprob for each in output.outputs[0].logprobs]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -100,18 +96,7 @@ def test_neither_steps_nor_neighbours_change_a_bit(family: str, tmp_path: Path) 
     prompts = [prompt_with(spec, parts), prompt_with(spec, [*parts[:2], 9]), prompt_with(spec, [7])]
     prompts.append(TokenIds([*prompts[0], *range(2, 22)], prompts[0].images))
     requests = [(prompt, greedily(24)) for prompt in prompts]
-    alone = [run(engine_for(worker), [request])[0] for request in requests]
-    settings: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
-        {"num_blocks": sum(-(-len(prompt) // 16) for prompt in prompts) + 2},
-    ]  # fmt: skip
-    for setting in settings:
-        engine = engine_for(worker, **setting)
-        for _ in range(2):
-            for first, again in zip(alone, run(engine, requests), strict=True):
-                assert again.outputs[0].token_ids == first.outputs[0].token_ids
-                assert logprobs_of(again) == logprobs_of(first)
-        assert (engine.stats().preemptions > 0) == ("num_blocks" in setting)
+    check_that_no_bit_changes(worker, requests, sum(-(-len(prompt) // 16) for prompt in prompts) + 2)
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from engines import engine_for, run, worker_for
+from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
 from listening import (
     EN,
     END,
@@ -72,11 +72,6 @@ def spec(worker: Worker) -> HearingSpec:
     return worker.sight.senses.hearing
 
 
-def logprobs_of(output: Any) -> list[float]:
-    assert output.outputs[0].error is None
-    return [each.logprob for each in output.outputs[0].logprobs]
-
-
 @functools.cache
 def expected(seed: int, text: tuple[int, ...]) -> torch.Tensor:
     """Log-probabilities behind each token of a text."""
@@ -101,18 +96,8 @@ def test_neither_steps_nor_neighbours_change_a_bit(worker: Worker, spec: Hearing
     """Alone, cut anywhere, beside others, recorded or not, behind a found prefix, and computed again after a preemption."""
     asked = [(0, BEGINS), (0, [*BEGINS, 7, 8, 9]), (3, BEGINS), (4, [*range(40, 60), *BEGINS])]
     requests = [(prompt_of(spec, a_window(seed), begins), greedily(20, logprobs=0)) for seed, begins in asked]
-    alone = [run(engine_for(worker, enable_prefix_caching=False), [request])[0] for request in requests]
-    settings: list[dict[str, Any]] = [
-        {}, {"max_num_batched_tokens": 7}, {"max_num_batched_tokens": 23, "enable_prefix_caching": False},
-        {"num_blocks": sum(-(-len(prompt) // 16) for prompt, _ in requests) - 3},
-    ]  # fmt: skip
-    for setting in settings:
-        engine = engine_for(worker, **setting)
-        for _ in range(2):
-            for first, again in zip(alone, run(engine, requests), strict=True):
-                assert again.outputs[0].token_ids == first.outputs[0].token_ids
-                assert logprobs_of(again) == logprobs_of(first)
-        assert (engine.stats().prefix_hit_tokens > 0) == setting.get("enable_prefix_caching", True)
+    num_blocks = sum(-(-len(prompt) // 16) for prompt, _ in requests) + 2
+    alone = check_that_no_bit_changes(worker, requests, num_blocks)
     worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
     try:
         for first, again in zip(alone, run(engine_for(worker, enable_prefix_caching=False), requests), strict=True):

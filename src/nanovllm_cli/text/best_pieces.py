@@ -4,33 +4,19 @@ files whose tokenizer is `plamo2`. What becomes of a character that is in no pie
 from __future__ import annotations
 
 from collections.abc import Mapping
-from itertools import pairwise
-from typing import Any
+
+from nanovllm_cli.text.pieces import Pieces
 
 UNKNOWN = 10_000_000
 """What a character alone costs that no piece has; scores are counted in ten thousandths."""
-_CHUNK = 1000
-"""Pieces that are cut off a text at once: to cut anything off takes time by its place."""
 
 
-class BestPieces:
-    """A pre-tokenizer for `PreTokenizer.custom`. scores: of each piece. Among sums that are equal the one whose first piece is
-    the longest wins, and of its rest again."""
+class BestPieces(Pieces):
+    """scores: of each piece. Among sums that are equal the one whose first piece is the longest wins, and of its rest again."""
 
     def __init__(self, scores: Mapping[str, float]) -> None:
         self._costs = {piece: _cost(score) for piece, score in scores.items()}
         self._beginnings = {piece[:end] for piece in scores for end in range(1, len(piece) + 1)}
-
-    def pre_tokenize(self, text: Any) -> None:
-        """What the library calls, with a PreTokenizedString."""
-        text.split(lambda _, part: self._split(part, _CHUNK))
-        text.split(lambda _, part: self._split(part, 1))
-
-    def _split(self, part: Any, count: int) -> list[Any]:
-        """count: of pieces that stay together. A chunk's own best pieces are those that it has in the whole."""
-        ends = self.ends(str(part))
-        cuts = [0, *ends[count - 1 : -1 : count], *ends[-1:]]
-        return [part[first:end] for first, end in pairwise(cuts)]
 
     def ends(self, text: str) -> list[int]:
         """Where the pieces of a text end."""

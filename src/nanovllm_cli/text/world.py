@@ -12,7 +12,6 @@ from __future__ import annotations
 import re
 from collections.abc import Mapping, Sequence
 from functools import partial
-from itertools import pairwise
 from typing import Any
 
 import tokenizers
@@ -21,6 +20,7 @@ from tokenizers import AddedToken, decoders, models, pre_tokenizers
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.text import byte_ranks
 from nanovllm_cli.text.byte_ranks import MAX_TOKENS
+from nanovllm_cli.text.pieces import Pieces
 from nanovllm_cli.text.token_bytes import byte_characters
 from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
@@ -29,8 +29,6 @@ END = "<|rwkv_tokenizer_end_of_text|>"
 """What its publisher's folders call the token that ends texts."""
 END_IN_GGUF = "<s>"
 MAX_TOKEN_BYTES = 1 << 10
-_CHUNK = 1000
-"""Pieces that are cut off a text at once: to cut anything off takes time by its place."""
 _LINE = re.compile(r"(\d{1,7}) (b?)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\") (\d{1,4})")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
@@ -38,9 +36,9 @@ _CHARACTERS = byte_characters()
 _broken = partial(byte_ranks.broken, FILE)
 
 
-class LongestPieces:
-    """A pre-tokenizer for `PreTokenizer.custom`, of texts whose characters stand for bytes. pieces: those that there are, of all
-    single characters too. A step takes as many look-ups as pieces that begin alike have lengths."""
+class LongestPieces(Pieces):
+    """Of texts whose characters stand for bytes. pieces: those that there are, of all single characters too. A step takes as many
+    look-ups as pieces that begin alike have lengths."""
 
     def __init__(self, pieces: Sequence[str]) -> None:
         self._pieces = frozenset(pieces)
@@ -49,17 +47,6 @@ class LongestPieces:
             if len(piece) > 1:
                 lengths.setdefault(piece[:2], set()).add(len(piece))
         self._lengths = {beginning: sorted(found, reverse=True) for beginning, found in lengths.items()}
-
-    def pre_tokenize(self, text: Any) -> None:
-        """What the library calls, with a PreTokenizedString."""
-        text.split(lambda _, part: self._split(part, _CHUNK))
-        text.split(lambda _, part: self._split(part, 1))
-
-    def _split(self, part: Any, count: int) -> list[Any]:
-        """count: of pieces that stay together. A chunk's own longest pieces are those that it has in the whole."""
-        ends = self.ends(str(part))
-        cuts = [0, *ends[count - 1 : -1 : count], *ends[-1:]]
-        return [part[first:end] for first, end in pairwise(cuts)]
 
     def ends(self, text: str) -> list[int]:
         """Where the pieces of a text end."""
