@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 
@@ -14,8 +14,11 @@ from hearing import hearing_model
 from listening import LANGUAGES, whisper_folder
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
+from nanovllm_cli.cli import dictating
+from nanovllm_cli.cli.question import Question, TranscriptWishes
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.sounds.source import SOUND as MEDIUM
+from nanovllm_cli.text.dictation import Heard
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.transcripts import asks
 from nanovllm_cli.transcribing import Transcript
@@ -214,3 +217,12 @@ def test_what_a_server_refuses(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="audio/transcriptions"):
         client.chat.completions.create(model="whisper", messages=[{"role": "user", "content": "x"}])
     assert create(**asked, language="de").text
+
+
+@pytest.mark.parametrize(("form", "expected"), [("vtt", "WEBVTT\n\n"), ("srt", ""), (None, "")])
+def test_a_file_of_subtitles_in_which_nobody_speaks_is_one(form: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(dictating, "passages_of", lambda *_: iter([Heard("en", 1.0)]))
+    question = Question(sounds=["data:audio/wav;base64,"], wishes=TranscriptWishes(subtitles=form))
+    answering = dictating.DictationAnswering(cast(Any, None), question, {})
+    assert "".join(piece.content for pieces in answering for piece in pieces) == expected
+    assert answering.result.answers[0].content == expected

@@ -62,7 +62,9 @@ class DictationAnswering(Answering):
             if self._finished:
                 raise
             self._finished, answer.finish_reason = True, "stop"
-            return [Piece(answer, "", "", None, None)]
+            rest = "" if answer.content else self._written([])  # what a file begins with in which nobody speaks
+            answer.content += rest
+            return [Piece(answer, "", rest, None, None)]
         if isinstance(step, Heard):
             return []
         text = self._written(step)

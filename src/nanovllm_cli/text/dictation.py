@@ -12,8 +12,9 @@ they come. Nothing here knows engines.
 
 from __future__ import annotations
 
+import math
 import zlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
 from itertools import pairwise
 from typing import Any, NamedTuple
@@ -199,7 +200,7 @@ def _squeezed(text: str) -> float:
 
 
 def _exp(logprob: float) -> float:
-    return 0.0 if logprob != logprob else min(1.0, 2.718281828459045**logprob)
+    return 0.0 if math.isnan(logprob) else min(1.0, math.exp(logprob))
 
 
 def _passages(
@@ -233,12 +234,3 @@ def _passages(
 def joined(texts: Sequence[str]) -> str:
     """The whole text of passages."""
     return "".join(texts).strip()
-
-
-def pieces_of(texts: Iterator[str]) -> Iterator[str]:
-    """The same, as it comes: without what stands in front of the first word."""
-    begun = False
-    for text in texts:
-        piece = text if begun else text.lstrip()
-        begun = begun or bool(piece)
-        yield piece

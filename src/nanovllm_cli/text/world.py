@@ -27,7 +27,6 @@ from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 FILE = "rwkv_vocab_v20230424.txt"
 END = "<|rwkv_tokenizer_end_of_text|>"
 """What its publisher's folders call the token that ends texts."""
-END_IN_GGUF = "<s>"
 MAX_TOKEN_BYTES = 1 << 10
 _LINE = re.compile(r"(\d{1,7}) (b?)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\") (\d{1,4})")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
