@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from transformers import Llama4TextConfig, Qwen3Config
+from transformers import AutoModelForImageTextToText, Llama4TextConfig, Qwen3Config
 
 from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
@@ -18,6 +19,7 @@ from nanovllm_cli.engine.memory import Near
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.sampling_params import SamplingParams
 from test_cuda_engine import SHAPE, engine_on
+from test_cuda_vision import CONFIGS, prompt_of
 
 pytestmark = needs_emulation
 REACH, STEP = 20, 32
@@ -124,6 +126,20 @@ def test_chunks_are_found_in_parts(tmp_path: Path, poisoned: list[int]) -> None:
     expected = told(engine_on(folder, EmulatedDevice(), max_num_batched_tokens=STEP, deterministic=True), requests)
     assert told(with_parts(folder, EmulatedDevice(), context=400, answers=1), requests) == expected
     assert max(poisoned) >= 8
+
+
+def test_images_are_seen_whole_in_parts(tmp_path: Path, poisoned: list[int]) -> None:
+    """Gemma 3: tokens of an image see those behind them in layers with a window, too."""
+    config = deepcopy(CONFIGS["gemma3"])
+    config.text_config.max_position_embeddings = 512
+    folder = save(random_model(config, seed=3, dtype=torch.bfloat16, auto=AutoModelForImageTextToText), tmp_path)
+    plain = engine_on(folder, EmulatedDevice(), max_num_batched_tokens=STEP, deterministic=True)
+    sight = worker_of(plain).sight
+    assert sight is not None
+    requests = [(prompt_of(sight.senses.vision, first, 20), SamplingParams(max_tokens=8, **GREEDY)) for first in (5, 150)]
+    expected = told(plain, requests)
+    assert told(with_parts(folder, EmulatedDevice()), requests) == expected
+    assert max(poisoned) >= 4
 
 
 def test_saved_kv_comes_back(folder: Path, poisoned: list[int], tmp_path: Path) -> None:

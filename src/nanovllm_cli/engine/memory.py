@@ -135,8 +135,9 @@ def size_cache(
         )
     if blocks * size < length:
         if config.max_model_len is not None:
+            least = least_bytes(each, block_bytes, size, near)
             raise DoesNotFitError(
-                f"a context of {length} tokens needs {_told(_least(each, block_bytes, size, near))} of KV cache, and it gets "
+                f"a context of {length} tokens needs {_told(least)} of KV cache, and it gets "
                 f"{_told(min(room, blocks * block_bytes))}",
                 f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
             )
@@ -166,8 +167,8 @@ def _with_near_parts(
     return blocks, min(parts, blocks)
 
 
-def _least(each: int, block_bytes: int, size: int, near: Near | None) -> int:
-    """Bytes of a cache for one sequence."""
+def least_bytes(each: int, block_bytes: int, size: int, near: Near | None) -> int:
+    """Of a cache for one sequence of so many blocks."""
     if near is None or near.least(size) >= each:
         return each * block_bytes
     return each * (block_bytes - near.num_bytes) + near.least(size) * near.num_bytes
