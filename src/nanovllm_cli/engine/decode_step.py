@@ -19,6 +19,7 @@ import torch
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.decode_tables import Tables, slots_of
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
@@ -70,8 +71,8 @@ class DecodeStep:
         # Drawn tokens by row, and behind them the lines that each step uploads in one copy.
         self._state = torch.zeros(max_rows + NUM_LINES * max_tokens, dtype=torch.int64, device=where)
         self._lines = self._state[max_rows:].view(NUM_LINES, max_tokens)
-        self._tables = _Tables(device, max_rows, table_width)
-        self._near_tables = _Tables(device, max_rows, table_width) if any(cache.is_near) else None
+        self._tables = Tables(device, max_rows, table_width)
+        self._near_tables = Tables(device, max_rows, table_width) if any(cache.is_near) else None
         self._logit_rows = torch.arange(max_tokens, dtype=torch.int64, device=where)
         self._uploads = Uploads(device, NUM_LINES * max_tokens, torch.int64)
         self._lora = torch.zeros(max_tokens, num_modules, device=where)
@@ -212,9 +213,9 @@ class DecodeStep:
         lines[POSITION] = lines[ROPE_LEN] = 0
         lines[POSITION, : len(fed)] = rotary_positions(scheduled, position)
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
-        lines[SLOT, : len(fed)] = _slots(tables, lens, position, size)
+        lines[SLOT, : len(fed)] = slots_of(tables, lens, position, size)
         if near is not None:
-            lines[NEAR_SLOT, : len(fed)] = _slots(near, lens, position, size)
+            lines[NEAR_SLOT, : len(fed)] = slots_of(near, lens, position, size)
         kv_lens, known_lens, sampling_rows, starts, states = (
             lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE)
         )
@@ -251,41 +252,3 @@ class DecodeStep:
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())
-
-
-class _Tables:
-    """there [max_rows, width] int32, on the device: of a step's sequences, as numbers of blocks or of parts."""
-
-    def __init__(self, device: Device, max_rows: int, width: int) -> None:
-        self.there = torch.zeros(max_rows, width, dtype=torch.int32, device=device.launcher.device)
-        self._uploads = Uploads(device, max_rows * width, torch.int32)
-        self._host = np.zeros((max_rows, width), np.int32)
-        self._last: list[Sequence[int]] = []
-
-    def upload(self, tables: Sequence[Sequence[int]]) -> None:
-        last, self._last = self._last, []
-        changed = False
-        for row, table in enumerate(tables):  # numpy takes its time for lists: of most, only what is behind the last step's
-            known = last[row] if row < len(last) else []
-            if table == known:
-                continue
-            changed = True
-            same = len(known) if table[: len(known)] == known else 0
-            self._host[row, same : len(table)] = table[same:]
-        if changed:
-            width = max(map(len, tables))
-            upload = self._uploads.take()[: len(tables) * width].view(len(tables), width)
-            upload.numpy()[:] = self._host[: len(tables), :width]
-            self._uploads.copy(upload, self.there[: len(tables), :width])
-        self._last = [*tables, *last[len(tables) :]]
-
-
-def _slots(tables: Sequence[Sequence[int]], lens: np.ndarray, position: np.ndarray, size: int) -> np.ndarray:
-    """Of each token, by its sequence's table and its place there. lens: how many tokens each sequence has."""
-    if len(position) == len(tables):
-        block = np.array([table[-1] for table in tables], np.int64)
-    else:
-        of_tokens = zip(np.repeat(np.arange(len(tables)), lens).tolist(), (position // size).tolist(), strict=True)
-        block = np.array([tables[row][at] for row, at in of_tokens], np.int64)
-    slots: np.ndarray = block * size + position % size
-    return slots
