@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import ctypes
 import math
 from pathlib import Path
 from typing import Any
@@ -11,12 +10,14 @@ from typing import Any
 import pytest
 import torch
 
-from nanovllm_cli import system
+from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.engine import Engine
+from nanovllm_cli.engine.near import NearParts
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.plan import Plan, StepOutput
+from nanovllm_cli.engine.sequence import Sequence
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.outline import shapes_of
@@ -88,19 +89,28 @@ def engine_for(worker: Worker, eos_ids: tuple[int, ...] = (), *, token_work: int
     )
 
 
-def poison_what_is_given_back(patch: pytest.MonkeyPatch, page: int = 64) -> list[int]:
-    """Memory of layers with a window is overwritten with NaNs where it would be given back, in pages that suit small models; the
-    bytes of each call."""
-    given: list[int] = []
+def poison_what_is_out_of_reach(patch: pytest.MonkeyPatch) -> list[int]:
+    """Of workers that are made from now on: near parts of a sequence's blocks behind all windows are one whose memory is NaNs, to
+    whoever reads it. How many such blocks there were at each step of a sequence."""
+    found: list[int] = []
+    make, hold = KVCache.__init__, NearParts.hold
 
-    def poison(address: int, num_bytes: int) -> None:
-        given.append(num_bytes)
-        ctypes.memset(address, 0xFF, num_bytes)
+    def with_poison(cache: KVCache, *args: Any) -> None:
+        *others, num_parts = args if len(args) == 5 else (*args, 0)
+        make(cache, *others, num_parts + bool(num_parts))
+        if num_parts:
+            for side in (side for layer, is_near in zip(cache.layers, cache.is_near, strict=True) if is_near for side in layer):
+                side[num_parts].view(torch.uint8).fill_(0xFF)
 
-    patch.setattr(system, "returned_page_bytes", lambda: page)
-    patch.setattr(system, "give_back", poison)
-    patch.setattr(system, "keep_pages_small", lambda address, num_bytes: None)
-    return given
+    def hold_and_poison(parts: NearParts, sequence: Sequence, end: int) -> None:
+        hold(parts, sequence, end)
+        if parts.num_parts:
+            sequence.near_table[: sequence.near_start] = [parts.num_parts] * sequence.near_start
+            found.append(sequence.near_start)
+
+    patch.setattr(KVCache, "__init__", with_poison)
+    patch.setattr(NearParts, "hold", hold_and_poison)
+    return found
 
 
 def run(

@@ -61,15 +61,13 @@ class FakeModel:
             self.forgotten.append(seq_id)
         for new in plan.new:
             self.known[new.seq_id] = new
-        for source, target in plan.copies:
+        for source, target, source_part, target_part in plan.copies:
             for offset in range(self.block_size):
                 self.memory.pop((target, offset), None)
                 if (source, offset) in self.memory:
                     self.memory[target, offset] = self.memory[source, offset]
-            if source in self.near_memory:
-                self.near_memory[target] = dict(self.near_memory[source])
-        for block in plan.gone:
-            self.near_memory.pop(block, None)
+            if self.near.num_parts:
+                self.near_memory[target_part] = dict(self.near_memory.get(source_part, {}))
         for scheduled in plan.scheduled:
             self._write(scheduled)
         self.midway(plan)
@@ -98,8 +96,8 @@ class FakeModel:
             block, offset = divmod(position, self.block_size)
             self.memory[scheduled.block_table[block], offset] = (token, chain)
             if self.near.num_parts:
-                self.near_memory.setdefault(scheduled.block_table[block], {})[offset] = (token, chain)
-                self._expect(len(self.near_memory) <= self.near.num_parts, "more near parts than there are")
+                self._expect(0 <= scheduled.near_table[block] < self.near.num_parts, "a part that is not there")
+                self.near_memory.setdefault(scheduled.near_table[block], {})[offset] = (token, chain)
 
     def _read(self, scheduled: Scheduled) -> int:
         chain = 0
@@ -110,7 +108,7 @@ class FakeModel:
                 self._expect(False, f"sequence {scheduled.seq_id} reads foreign K and V at {position}")
             if self.near.num_parts and position > scheduled.start - self.near.reach:
                 block, offset = divmod(position, self.block_size)
-                near = self.near_memory.get(scheduled.block_table[block], {}).get(offset)
+                near = self.near_memory.get(scheduled.near_table[block], {}).get(offset)
                 self._expect(near == (token, kept), f"sequence {scheduled.seq_id} lacks what a window sees at {position}")
         return chain
 

@@ -116,9 +116,9 @@ def test_a_cache_of_int8_gives_the_cpus_tokens(more: dict[str, Any], folder: Pat
     assert device.graphs
     worker = engine._executor
     assert worker.block_bytes == on_cpu._executor.block_bytes == 2 * 2 * 2 * 16 * (64 + 4)
-    kept = bytes(worker.read_blocks([1]))
-    worker.write_blocks([2], memoryview(bytearray(kept)))
-    assert bytes(worker.read_blocks([2])) == kept
+    kept = bytes(worker.read_blocks([1], [1]))
+    worker.write_blocks([2], [2], memoryview(bytearray(kept)))
+    assert bytes(worker.read_blocks([2], [2])) == kept
 
 
 def test_seeded_tokens_are_those_of_the_cpu(folder: Path) -> None:

@@ -293,10 +293,10 @@ def test_blocks_are_taken_out_and_put_elsewhere(youtu: Path) -> None:
     used = [block for block in range(12) if layers[0][0][block].any()]
     free = [block for block in range(12) if block not in used][: len(used)]
     assert len(used) >= 3
-    worker.write_blocks(free, worker.read_blocks(used))
+    worker.write_blocks(free, free, worker.read_blocks(used, used))
     for (layer,) in layers:
         assert torch.equal(layer[free], layer[used])
-    worker._caches[0].copy_blocks([(used[0], used[1])])
+    worker._caches[0].copy_blocks([(used[0], used[1]) * 2])
     for (layer,) in layers:
         assert torch.equal(layer[used[1]], layer[free[0]])
 

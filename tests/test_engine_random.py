@@ -10,13 +10,14 @@ from typing import Any, NamedTuple
 import pytest
 from transformers import Qwen3_5TextConfig, Qwen3Config
 
-from engines import SMALL, poison_what_is_given_back, random_model, save
+from engines import SMALL, poison_what_is_out_of_reach, random_model, save
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint, ReasoningPhase
 from nanovllm_cli.engine import near, states
+from nanovllm_cli.engine import worker as worker_module
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.engine import Engine
-from nanovllm_cli.engine.memory import Near
+from nanovllm_cli.engine.memory import CacheSize, Near
 from nanovllm_cli.engine.near import NearRoom
 from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
 from nanovllm_cli.engine.worker import Worker
@@ -28,7 +29,7 @@ from test_models import DELTA
 
 SHAPE = SMALL | {"num_hidden_layers": 1, "num_attention_heads": 2, "num_key_value_heads": 1, "vocab_size": 256}
 CONTEXT = 120
-NUM_BLOCKS = 64
+NUM_BLOCKS = NUM_PARTS = 64
 WINDOWS = ["sliding_attention", "full_attention", "sliding_attention"]
 TOKENIZER = byte_tokenizer()
 BYTES = [TOKENIZER.id_to_bytes(i) for i in range(256)]
@@ -69,7 +70,9 @@ def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
     folder = save(random_model(of_kind), tmp_path_factory.mktemp("model"))
     config = EngineConfig(threads=1, num_blocks=NUM_BLOCKS, max_model_len=CONTEXT, dtype=dtype, kv_cache_dtype=cache)
     with open_checkpoint(folder) as checkpoint, pytest.MonkeyPatch.context() as patch:
-        poison_what_is_given_back(patch)
+        poison_what_is_out_of_reach(patch)
+        if "windows" in others:
+            patch.setattr(worker_module, "size_cache", lambda *of: CacheSize(NUM_BLOCKS, CONTEXT, 0, NUM_PARTS))
         yield Worker(checkpoint, config, TOKENIZER.encode, lambda: BYTES)
 
 
@@ -108,7 +111,7 @@ def add(engine: Engine, worker: Worker, name: str, asked: Asked) -> None:
 
 def alone(worker: Worker, asked: Asked) -> RequestOutput:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(worker, "near", NearRoom())
+        patch.setattr(worker, "near", worker.near._replace(num_parts=NUM_PARTS * bool(worker.near_bytes)))
         engine = engine_of(worker, enable_prefix_caching=False)
     add(engine, worker, "alone", asked)
     while engine.has_unfinished():

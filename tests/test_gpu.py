@@ -12,7 +12,7 @@ import torch
 from transformers import AutoModel, Qwen3Config
 
 from emulation.compare import random
-from engines import SMALL, greedy, random_model, run, save
+from engines import SMALL, greedy, poison_what_is_out_of_reach, random_model, run, save
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import ranks
@@ -45,10 +45,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return save(random_model(Qwen3Config(**SHAPE), dtype=torch.bfloat16), tmp_path_factory.mktemp("model"))
 
 
-def outputs(
-    folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings: Any
-) -> tuple[list[RequestOutput], int]:
-    """And how many graphs were made."""
+def opened(folder: Path, programmatic_launch: bool = False, **settings: Any) -> tuple[Engine, Worker]:
     config = EngineConfig(**{"num_blocks": 128, "max_num_seqs": 4, "dtype": "bfloat16"} | settings)
     platform = CudaPlatform(config, CudaDevice(0, programmatic_launch))
     with open_checkpoint(folder) as checkpoint:
@@ -57,6 +54,14 @@ def outputs(
         worker, config, vocab_size=worker.spec.vocab_size, max_model_len=worker.max_model_len,
         num_blocks=worker.num_blocks, ahead=worker.ahead,
     )  # fmt: skip
+    return engine, worker
+
+
+def outputs(
+    folder: Path, params: SamplingParams, programmatic_launch: bool = False, **settings: Any
+) -> tuple[list[RequestOutput], int]:
+    """And how many graphs were made."""
+    engine, worker = opened(folder, programmatic_launch, **settings)
     found = run(engine, [(prompt, params) for prompt in PROMPTS])
     return found, worker.runner.decode.num_graphs
 
@@ -76,6 +81,25 @@ def test_recorded_programmatic_and_eager_steps_have_the_same_tokens(folder: Path
     eager = answers(folder, params, eager=True)
     assert answers(folder, params) == eager
     assert answers(folder, params, programmatic_launch=True) == eager
+
+
+def test_layers_with_a_window_answer_alike_from_parts_of_their_own(
+    folder: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Recorded and eager; memory out of reach is NaNs (see `test_cuda_near.py`)."""
+    windows = {"layer_types": ["sliding_attention"] * 2 + ["full_attention"], "use_sliding_window": True, "sliding_window": 20}
+    windowed = save(random_model(Qwen3Config(**SHAPE | windows), dtype=torch.bfloat16), tmp_path)
+    told = {"deterministic": True, "max_num_batched_tokens": 32, "max_model_len": 500}
+    prompts = [[(i * i + n) % 509 for i in range(260 + 40 * n)] for n in range(2)]
+    found = []
+    behind = poison_what_is_out_of_reach(monkeypatch)
+    for settings in ({}, {"eager": True}):
+        for room in ({"num_blocks": 128}, {"num_blocks": None, "kv_cache_bytes": 2 << 20}):
+            engine, worker = opened(windowed, **told | settings | room)
+            assert (worker.near.num_parts > 0) == ("kv_cache_bytes" in room)
+            found.append([each.outputs[0].token_ids for each in run(engine, [(prompt, greedy(60)) for prompt in prompts])])
+    assert found == found[:1] * 4
+    assert max(behind) >= 12
 
 
 def test_flash_attention_of_whole_prompts_gives_what_our_kernel_gives(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:

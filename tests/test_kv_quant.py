@@ -226,7 +226,7 @@ def test_a_copied_block_takes_its_scales_along(kinds: tuple[torch.dtype, torch.d
     for side in memory:
         side.copy_(torch.randint(0, 256, side.shape, generator=GENERATOR))
     before = [side.clone() for side in memory]
-    cache.copy_blocks([(3, 0), (1, 4)])
+    cache.copy_blocks([(3, 0, 3, 0), (1, 4, 1, 4)])
     for side, old in zip(memory, before, strict=True):
         assert torch.equal(side, old[[3, 1, 2, 3, 1]])
 

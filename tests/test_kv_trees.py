@@ -37,11 +37,11 @@ class Memory:
         self.states: dict[int, bytes] = {}
         self.num_read = self.num_written = 0
 
-    def read_blocks(self, blocks: list[int]) -> memoryview:
+    def read_blocks(self, blocks: list[int], parts: list[int]) -> memoryview:
         self.num_read += len(blocks)
         return memoryview(b"".join(self.blocks[each] for each in blocks))
 
-    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
+    def write_blocks(self, blocks: list[int], parts: list[int], data: memoryview) -> None:
         self.num_written += len(blocks)
         for i, block in enumerate(blocks):
             self.blocks[block] = bytes(data[i * BYTES : (i + 1) * BYTES])

@@ -1,4 +1,4 @@
-"""Near parts: what layers with a window keep is given back behind it, and no answer knows of it."""
+"""Near parts: layers with a window keep what is within reach alone, and no answer knows of it."""
 
 from __future__ import annotations
 
@@ -7,17 +7,15 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import psutil
 import pytest
 import torch
 from transformers import Qwen3Config
 
-from engines import SMALL, engine_for, poison_what_is_given_back, random_model, run, save, worker_for
+from engines import SMALL, engine_for, poison_what_is_out_of_reach, random_model, run, save, worker_for
 from fake_model import drain, make_engine
-from nanovllm_cli import system
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache, near_bytes
-from nanovllm_cli.attention.near_memory import near_reach
+from nanovllm_cli.attention.reach import near_reach
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import near
 from nanovllm_cli.engine.engine import Engine
@@ -25,7 +23,6 @@ from nanovllm_cli.engine.memory import CacheSize, Near, near_of, size_cache
 from nanovllm_cli.engine.near import NearParts, NearRoom, kept_blocks
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import cpu
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.sampling_params import SamplingParams
 from test_vision import an_image, opened, prompt_with
@@ -91,16 +88,19 @@ def sequence(*blocks: int) -> Sequence:
     return Sequence(1, request, 0, 0, [0] * SIZE * len(blocks), block_table=list(blocks))
 
 
-def test_what_is_held_again_is_not_given_back(short: None) -> None:
+def test_whose_part_is_taken_and_what_comes_back(short: None) -> None:
     parts = NearParts(NearRoom(2, 4), SIZE)
     parts.hold(first := sequence(10, 11), 8)
+    assert sorted(first.near_table) == [0, 1]
+    of_10, of_11 = first.near_table
     parts.release(first)
+    assert first.near_table == []
     parts.hold(second := sequence(12), 4)  # in the place of the one that was let go of first
-    assert (parts.has(10), parts.has(11)) == (True, False)
+    assert parts.parts_of([10, 11, 12]) == [of_10, -1, of_11]
     parts.release(second)
-    parts.hold(sequence(11), 4)
-    assert parts.take_gone() == [10]
-    assert parts.take_gone() == []
+    parts.hold(third := sequence(10), 4)
+    assert third.near_table == [of_10]
+    assert parts.num_available == 1
 
 
 def test_what_is_of_no_use_goes_first(short: None) -> None:
@@ -111,9 +111,43 @@ def test_what_is_of_no_use_goes_first(short: None) -> None:
     parts.forget(12)
     parts.forget(13)  # which has none
     parts.hold(sequence(14), 4)
-    assert parts.take_gone() == [12]
+    assert [parts.has(block) for block in (10, 11, 12)] == [True, True, False]
     parts.hold(sequence(15), 4)
-    assert parts.take_gone() == [10]
+    assert [parts.has(block) for block in (10, 11)] == [False, True]
+
+
+def test_what_is_copied_from_is_nobodys_until_it_has_been(short: None) -> None:
+    parts = NearParts(NearRoom(3, 4), SIZE)
+    parts.hold(parent := sequence(10), 2)
+    child = sequence(10)
+    child.token_ids, child.num_computed = child.token_ids[:2], 2
+    parts.fork(parent, child)
+    parts.release(parent)
+    child.block_table = [11]
+    source, target = parts.swap(child, 0, 10)
+    assert child.near_table == [target] != [source]
+    assert parts.num_available == 1
+    parts.unpin(10)
+    assert parts.num_available == 2
+    parts.release(child)
+    assert parts.parts_of([10, 11]) == [source, target]
+
+
+def test_what_is_filled_from_outside_takes_the_place_of_what_is_idle(short: None) -> None:
+    parts = NearParts(NearRoom(2, 4), SIZE)
+    for block in (10, 11, 12):
+        parts.fill(block, is_whole=True)
+    assert parts.parts_of([10])[0] < 0
+    assert sorted(parts.parts_of([11, 12])) == [0, 1]
+    parts.fill(12, is_whole=False)
+    parts.hold(held := sequence(13, 14), 8)
+    assert parts.parts_of([11, 12]) == [-1, -1]
+    parts.fill(15, is_whole=True)  # all are held
+    assert parts.parts_of([13, 14, 15]) == [*held.near_table, -1]
+    whole = NearParts(NearRoom(), SIZE)
+    whole.fill(10, is_whole=False)
+    assert whole.has(10)
+    assert whole.parts_of([10, 3]) == [10, 3]
 
 
 def test_a_conversation_goes_on_from_its_end(short: None) -> None:
@@ -155,18 +189,18 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def block_bytes() -> tuple[int, int]:
-    """Of a block, and of what of it can be given back, by hand: two heads of 24 numbers in K and, as the kernels have them, of 32
+    """Of a block, and of it in layers with a window, by hand: two heads of 24 numbers in K and, as the kernels have them, of 32
     in V, 16 tokens, 4 bytes."""
     layer = 2 * (24 + 32) * 16 * 4
     return 3 * layer, 2 * layer
 
 
 @pytest.fixture
-def given(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    return poison_what_is_given_back(monkeypatch)
+def poisoned(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    return poison_what_is_out_of_reach(monkeypatch)
 
 
-def test_a_long_text_takes_what_its_layers_see(folder: Path, given: list[int]) -> None:
+def test_a_long_text_takes_what_its_layers_see(folder: Path, poisoned: list[int]) -> None:
     whole, part = block_bytes()
     room = 128 * (whole - part) + 26 * part
     near_worker = worker_for(folder, num_blocks=None, kv_cache_bytes=room, max_model_len=2000, max_num_batched_tokens=96)
@@ -182,11 +216,10 @@ def test_a_long_text_takes_what_its_layers_see(folder: Path, given: list[int]) -
     expected = run(engine_for(worker, max_num_batched_tokens=96), asked)
     assert found[0].outputs[0].token_ids == expected[0].outputs[0].token_ids
     assert found[0].outputs[0].logprobs == expected[0].outputs[0].logprobs
-    num_gone = sum(given) // part
-    assert 1400 // 16 + 1 - near_worker.near.num_parts <= num_gone < 1400 // 16
+    assert max(poisoned) == (1400 - 1 - WINDOW - 64) // 64 * 64 // 16
 
 
-def test_all_is_kept_as_long_as_there_is_room(folder: Path, given: list[int]) -> None:
+def test_all_is_kept_as_long_as_there_is_room(folder: Path, poisoned: list[int]) -> None:
     whole, _ = block_bytes()
     config = EngineConfig(max_model_len=1000, max_num_seqs=2)
     near_of_it = Near(4000, WINDOW, 512)
@@ -224,7 +257,7 @@ def test_a_context_that_does_not_fit_is_told_what_it_needs() -> None:
         size_cache(EngineConfig(max_model_len=100_000), 100_000, 910_000, 1 << 26, 0, near_of_it)  # by hand: 6,250 and 17
 
 
-def test_models_that_see_no_less_than_all_keep_all(tmp_path: Path, given: list[int]) -> None:
+def test_models_that_see_no_less_than_all_keep_all(tmp_path: Path, poisoned: list[int]) -> None:
     """Without windows, with states, and those that read a text as a whole."""
     plain = save(random_model(Qwen3Config(**SMALL)), tmp_path / "plain")
     assert worker_for(plain).near_bytes == 0
@@ -235,7 +268,7 @@ def test_models_that_see_no_less_than_all_keep_all(tmp_path: Path, given: list[i
     assert near_of(replace(spec, blocks=blocks), EngineConfig(), 100) is None
 
 
-def test_a_layer_that_others_read_from_the_beginning_keeps_all(given: list[int]) -> None:
+def test_a_layer_that_others_read_from_the_beginning_keeps_all(poisoned: list[int]) -> None:
     window = AttentionSpec(4, 2, 16, None, window=8)
     reads = AttentionSpec(4, 2, 16, None, reads=0)
     layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
@@ -248,47 +281,56 @@ def test_a_layer_that_others_read_from_the_beginning_keeps_all(given: list[int])
     assert near_reach([window, replace(window, window=None, chunk=64)]) == 64
 
 
-def test_pages_that_are_given_back_are_no_memory_and_zeros() -> None:
-    page = system.returned_page_bytes()
-    if not page:
-        pytest.skip("this system has no call for it")
-    memory = cpu.zeros(256 * page, torch.uint8)
-    memory.fill_(7)
-    resident = psutil.Process().memory_info().rss
-    system.keep_pages_small(memory.data_ptr(), memory.nbytes)
-    system.give_back(memory.data_ptr() + page // 2, 255 * page)
-    assert psutil.Process().memory_info().rss <= resident - 250 * page
-    assert (memory[:page] == 7).all()
-    assert (memory[-page:] == 7).all()
-    assert not memory[page:-page].any()
-    system.give_back(memory.data_ptr() + 1, page)  # no whole page lies in it
-    assert (memory[:page] == 7).all()
+LAYOUT = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
+WINDOWED, PLAIN = AttentionSpec(4, 2, 16, None, window=8), AttentionSpec(4, 2, 16, None)
+MIXERS = [WINDOWED, PLAIN, replace(WINDOWED, reads=0)]
 
 
-def test_a_cache_may_have_more_places_than_the_machine_has_memory() -> None:
-    rules = Path("/proc/sys/vm/overcommit_memory")
-    if not rules.exists() or rules.read_text().strip() == "2":
-        pytest.skip("this system grants no more than there is")
-    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
-    memory = layout.empty_cache(2 * system.memory_bytes())
-    memory[-1] = 7
-    assert memory[-1] == 7
+def filled(num_parts: int) -> KVCache:
+    """Each block, and each part, of a number of its own."""
+    cache = KVCache(6, MIXERS, LAYOUT, 1, num_parts)
+    for i, layer in enumerate(cache.layers[:2]):
+        for side in layer:
+            side.flatten(1).copy_(torch.arange(len(side))[:, None] + 10 * i)
+    return cache
 
 
-def test_runs_of_blocks_are_given_back_at_once(given: list[int]) -> None:
-    layout = CpuAttention({2}, torch.float32, (torch.float32, torch.float32))
-    cache = KVCache(20, [AttentionSpec(4, 2, 16, None, window=8)], layout)
-    k, v = cache.layers[0]
-    k.fill_(1.0)
-    v.fill_(1.0)
-    cache.give_back([2, 3, 4, 9])
+def numbers(side: torch.Tensor) -> list[float]:
+    return list(side.flatten(1)[:, 0].tolist())
+
+
+def test_layers_with_a_window_have_parts_in_place_of_blocks() -> None:
+    cache = filled(3)
+    assert [len(layer[0]) for layer in cache.layers] == [3, 6, 3]
+    assert cache.is_near == [True, False, True]
+    assert KVCache(6, MIXERS, LAYOUT).is_near == [False] * 3
+
+
+@pytest.mark.parametrize(("num_parts", "of_window"), [(3, [0, 1, 0]), (0, [0, 1, 2, 3, 4, 1])])
+def test_a_copy_is_of_block_and_part(num_parts: int, of_window: list[int]) -> None:
+    cache = filled(num_parts)
+    cache.copy_blocks([(1, 5, 0, 2)])
+    for windowed_side, side in zip(cache.layers[0], cache.layers[1], strict=True):
+        assert numbers(side) == [10, 11, 12, 13, 14, 11]
+        assert numbers(windowed_side) == of_window
+
+
+def test_what_is_taken_out_fits_a_cache_with_parts_and_one_without() -> None:
     side = 2 * 16 * 16 * 4
-    assert given == [3 * side, side] * 2
-    for each in (k, v):
-        assert [bool(block.isnan().all()) for block in each] == [i in (2, 3, 4, 9) for i in range(20)]
+    taken = filled(3).take_out([4, 2], [1, -1])
+    assert taken.shape == (2, 4 * side)
+    assert taken.view(torch.float32).view(2, 4, -1)[:, :, 0].tolist() == [[14, 14, 1, 1], [12, 12, 0, 0]]
+    with_parts, without = filled(3), filled(0)
+    with_parts.put_in([0, 1], [2, -1], taken)
+    without.put_in([0, 1], [0, 1], taken)
+    assert numbers(with_parts.layers[1][0])[:2] == numbers(without.layers[1][0])[:2] == [14, 12]
+    assert numbers(with_parts.layers[0][1]) == [0, 1, 1]
+    assert numbers(without.layers[0][1]) == [1, 0, 2, 3, 4, 5]
+    with_parts.put_in([3], [-1], taken[1:])
+    assert numbers(with_parts.layers[0][1]) == [0, 1, 1]
 
 
-def test_saved_kv_comes_back_with_what_was_kept(folder: Path, given: list[int], tmp_path: Path) -> None:
+def test_saved_kv_comes_back_with_what_was_kept(folder: Path, poisoned: list[int], tmp_path: Path) -> None:
     whole, part = block_bytes()
     room = 128 * (whole - part) + 26 * part
     told = {"max_num_batched_tokens": 96}
@@ -316,7 +358,7 @@ def test_saved_kv_comes_back_with_what_was_kept(folder: Path, given: list[int], 
 
 
 
-def test_images_that_no_step_may_cut_have_room(tmp_path: Path, given: list[int]) -> None:
+def test_images_that_no_step_may_cut_have_room(tmp_path: Path, poisoned: list[int]) -> None:
     """Steps of 7 tokens, and of 16 for an image."""
     _, plain, vision, token = opened("gemma3", tmp_path)
     wanted = Near(plain.near_bytes, 20, 7 + 16)
@@ -329,7 +371,7 @@ def test_images_that_no_step_may_cut_have_room(tmp_path: Path, given: list[int])
     parts = [150, an_image(vision, 4, 4), 90, an_image(vision, 4, 4), 100]
     asked = [(prompt_with(vision, parts, token), SamplingParams(temperature=0.0, max_tokens=24, logprobs=0)) for _ in range(2)]
     found, expected = run(engine_for(worker, **told), asked), run(engine_for(plain), asked)
-    assert given
+    assert max(poisoned)
     for one, other in zip(found, expected, strict=True):
         assert one.outputs[0].token_ids == other.outputs[0].token_ids
         assert one.outputs[0].logprobs == other.outputs[0].logprobs

@@ -59,6 +59,8 @@ class Batch:
     whole        tokens of images that see all of theirs, which this step has to its end, or None
     lora         [T, A] fp32 or None; what each token takes of each adapter that requests choose from; None: nobody takes any
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
+    near_slots   [T] int64, and near_tables [B, P] int32, what slots and block_tables are for layers with a window, where their
+                 cache is not of blocks but of parts of its own (`engine/near.py`); or None
     """
 
     token_ids: torch.Tensor
@@ -74,6 +76,8 @@ class Batch:
     token_table: torch.Tensor | None = None
     segments: torch.Tensor | None = None
     lora: torch.Tensor | None = None
+    near_slots: torch.Tensor | None = None
+    near_tables: torch.Tensor | None = None
     whole: WholeImages | None = None
     images: ImageRows | None = None
     hidden: torch.Tensor | None = None
@@ -89,6 +93,13 @@ class Batch:
         }
         whole = None if self.whole is None else self.whole._replace(rows=self.whole.rows.to(device, non_blocking=True))
         return Batch(**there, whole=whole, images=self.images, hidden=self.hidden)
+
+    @property
+    def of_near(self) -> Batch | None:
+        """As layers with a window are told of it, where that is another thing."""
+        if self.near_slots is None or self.near_tables is None:
+            return None
+        return replace(self, slots=self.near_slots, block_tables=self.near_tables, near_slots=None, near_tables=None)
 
     def asked(self) -> Batch:
         """The rows whose logits are wanted, alone."""
@@ -120,6 +131,8 @@ class Batch:
             logit_rows=torch.arange(len(rows)),
             states=self.states[owners],
             lora=None if self.lora is None else self.lora[rows],
+            near_slots=None if self.near_slots is None else self.near_slots[rows],
+            near_tables=None if self.near_tables is None else self.near_tables[owners],
             whole=None if self.whole is None else self.whole.within(rows),
         )
 

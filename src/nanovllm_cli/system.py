@@ -11,7 +11,6 @@ import contextlib
 import ctypes
 import errno
 import functools
-import mmap
 import os
 import sys
 from collections.abc import Callable
@@ -53,38 +52,6 @@ def memory_bytes() -> int:
     """All that the machine has."""
     found = sysctl_number("hw.memsize") if is_macos() else None
     return found or os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-
-
-NO_RESERVE: int = getattr(mmap, "MAP_NORESERVE", 0 if SYSTEM == MACOS else 0x4000)
-"""A flag of mmap(2), which not every Python names; without effect where the system never grants more than there is."""
-
-
-def returned_page_bytes() -> int:
-    """Of the pages that `give_back` gives back; 0 where the system has no call for it that says what they read as afterwards."""
-    return 0 if is_macos() else os.sysconf("SC_PAGE_SIZE")
-
-
-def give_back(address: int, num_bytes: int) -> None:
-    """Whole pages within a range of private anonymous memory are no memory any more, until they are written again; they read as
-    zeros (madvise(2), MADV_DONTNEED)."""
-    page = returned_page_bytes()
-    start, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if end > start and _advise(start, end - start, mmap.MADV_DONTNEED):
-        raise OSError(ctypes.get_errno(), "memory could not be given back")
-
-
-def keep_pages_small(address: int, num_bytes: int) -> None:
-    """None of the whole pages within a range is to become part of a large one, which could be given back only as a whole."""
-    page = returned_page_bytes()
-    start, end = -(-address // page) * page, (address + num_bytes) // page * page
-    if end > start and hasattr(mmap, "MADV_NOHUGEPAGE"):  # a kernel without large ones refuses
-        _advise(start, end - start, mmap.MADV_NOHUGEPAGE)
-
-
-def _advise(address: int, num_bytes: int, advice: int) -> int:
-    library = ctypes.CDLL(None, use_errno=True)
-    found: int = library.madvise(ctypes.c_void_p(address), ctypes.c_size_t(num_bytes), ctypes.c_int(advice))
-    return found
 
 
 def available_bytes() -> int:

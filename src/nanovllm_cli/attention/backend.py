@@ -83,6 +83,11 @@ class WholeRows(NamedTuple):
     step: Any
     in_windows: bool = False
 
+    @property
+    def of_near(self) -> WholeRows:
+        """As layers with a window are told of them, where that is another thing."""
+        return self._replace(step=self.step.near)
+
     def counts_in(self, spec: AttentionSpec) -> bool:
         """Whether they do in this layer."""
         return spec.window is not None or not self.in_windows
@@ -101,6 +106,10 @@ class StepInputs(NamedTuple):
     asked: StepInputs | None = None
     entered: torch.Tensor | None = None
     encoded: EncodedRows | None = None
+
+    def of_layer(self, is_near: bool) -> StepInputs:
+        """is_near: see KVCache."""
+        return self._replace(step=self.step.near) if is_near else self
 
     @property
     def positions(self) -> torch.Tensor:

@@ -9,7 +9,6 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from nanovllm_cli import system
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
@@ -46,7 +45,8 @@ class CpuStep(NamedTuple):
     included) [T], and the work's tiles by size of the query group; where each sequence's tokens begin [B + 1], how long it is
     with them, and without guesses, and its state [B]. whole: rows that see more, which no recorded step has. chunks: for layers
     that see no further than those. chosen: what the last layer whose tokens chose has found, if any did. encoded: for attention
-    to an encoder's rows; block tables are of what is behind those then."""
+    to an encoder's rows; block tables are of what is behind those then. near: the same for layers with a window, where these have
+    slots and tables of their own."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -60,6 +60,7 @@ class CpuStep(NamedTuple):
     whole: WholeRows | None = None
     chunks: Elsewhere | None = None
     encoded: Elsewhere | None = None
+    near: CpuStep | None = None
 
     @property
     def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -74,6 +75,10 @@ class CpuStep(NamedTuple):
         for other in (self.chunks, self.encoded):
             if other is not None:
                 yield from (other.block_tables, *other.tiles.values())
+        if self.near is not None:
+            yield from (self.near.slots, self.near.block_tables)
+            if self.near.chunks is not None:
+                yield from (self.near.chunks.block_tables, *self.near.chunks.tiles.values())
 
 
 class CpuBlocks:
@@ -127,16 +132,12 @@ class CpuAttention:
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:
-            return cpu.zeros(num_bytes, torch.uint8, reserved=False)
+            return cpu.zeros(num_bytes, torch.uint8)
         except OSError as error:  # less than is free, and more than this process may have (ulimit -v)
             raise DoesNotFitError(
                 f"a KV cache of {num_bytes / 2**30:.1f} GiB can't be had: {error.strerror}",
                 "take less by --kv-cache, or shorten the context with --ctx-size",
             ) from None
-
-    @property
-    def page_bytes(self) -> int:
-        return system.returned_page_bytes()
 
     def block_mover(self, layers: list[LayerCache]) -> CpuBlocks:
         return CpuBlocks(layers)
@@ -148,16 +149,25 @@ class CpuAttention:
         else:
             left = np.repeat(starts[1:], np.diff(starts)) - np.arange(count, dtype=np.int32)
         run = torch.from_numpy(left)
-        lengths, chunks, encoded = (batch.kv_lens, batch.known_lens), None, None
-        if self.chunk is not None:
-            parts = batch.in_chunks(self.chunk, cpu.BLOCK)
-            chunks = Elsewhere(parts.block_tables, self._tiles(parts))
+        lengths, chunks, encoded = (batch.kv_lens, batch.known_lens), self._chunks(batch), None
+        of_near = batch.of_near
         if self.cross is not None:
             there = among(batch, self.cross.rows, self.cross.lead, cpu.BLOCK)
             encoded = Elsewhere(there.block_tables, self._tiles(there))
             batch = behind(batch, self.cross.lead, cpu.BLOCK)
         tables, tiles = batch.block_tables, self._tiles(batch)
-        return CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
+        step = CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
+        if of_near is None:
+            return step
+        seen = None if whole is None else whole.of_near
+        tables, chunks = of_near.block_tables, self._chunks(of_near)
+        return step._replace(near=step._replace(slots=of_near.slots, block_tables=tables, chunks=chunks, whole=seen))
+
+    def _chunks(self, batch: Batch) -> Elsewhere | None:
+        if self.chunk is None:
+            return None
+        parts = batch.in_chunks(self.chunk, cpu.BLOCK)
+        return Elsewhere(parts.block_tables, self._tiles(parts))
 
     def _tiles(self, batch: Batch) -> dict[int, torch.Tensor]:
         return {group: cpu.attention_tiles(batch.query_starts, batch.kv_lens, group) for group in self.groups}

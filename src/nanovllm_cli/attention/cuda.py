@@ -93,7 +93,8 @@ class CudaStep(NamedTuple):
     """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
     is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
     divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more.
-    chunks: for decodes in layers that see no further than those."""
+    chunks: for decodes in layers that see no further than those. near: the same for layers with a window, where these have slots
+    and tables of their own."""
 
     slots: torch.Tensor
     block_tables: torch.Tensor
@@ -107,6 +108,7 @@ class CudaStep(NamedTuple):
     prompts: list[int] | None = None
     whole: WholeRows | None = None
     chunks: Chunks | None = None
+    near: CudaStep | None = None
 
     @property
     def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -143,8 +145,6 @@ class CudaAttention:
 
     chooses = False
     long_prompt = 512
-
-    page_bytes = 0  # what torch has allocated stays its own
 
     def __init__(
         self,
@@ -220,7 +220,10 @@ class CudaAttention:
             shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
             for shape, tiles in self.divide(starts, lens, is_whole=is_whole).items()
         }
-        step = self.decode_step(batch, work)._replace(whole=whole)
+        step = self.decode_step(batch, work)
+        if whole is not None:
+            near = None if step.near is None else step.near._replace(whole=whole.of_near)
+            step = step._replace(whole=whole, near=near)
         return step if self.deterministic else step._replace(groups=self._latent.groups(starts, lens))
 
     def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray, *, is_whole: bool = False) -> dict[Shape, PrefillWork]:
@@ -240,7 +243,8 @@ class CudaAttention:
         lengths = batch.kv_lens, batch.known_lens
         chunks = self._chunks(batch) if self._chunk and work is None else None
         same = batch.slots, batch.block_tables, *lengths, batch.query_starts, batch.states
-        return CudaStep(*same, work, rows, chunks=chunks)
+        near = None if (of_near := batch.of_near) is None else self.decode_step(of_near, work)
+        return CudaStep(*same, work, rows, chunks=chunks, near=near)
 
     def attend(
         self,

@@ -4,8 +4,8 @@ What belongs to a block lies in it, the scales of a quantized cache too: whoever
 Nor of convolutions, whose past is there as well: the inputs of a block's tokens. So their prefixes are found, and their sequences
 forked, preempted and led back behind guesses, as those of attention are.
 
-What layers with a window keep of a block is of no use behind it: its pages can be given back to the system, where it takes them
-(`near_bytes`), and read as zeros until they are written again.
+What layers with a window keep of a block is of no use behind it: there may be fewer of these parts than of blocks, with numbers
+and tables of their own (`engine/near.py`).
 
 A state (the delta rule's, Mamba's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values:
 layers that keep one have num_states of them (kernels/states.py).
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from nanovllm_cli.attention.near_memory import NearMemory, reaches
+from nanovllm_cli.attention.reach import reaches
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
 from nanovllm_cli.state_spec import ConvSpec, StateSpec
@@ -48,8 +48,6 @@ BlockPart = tuple[tuple[int, ...], torch.dtype]
 """Of one block in one tensor: shape and type."""
 
 
-_SIDES = 2
-"""Tensors of keys and values, at the most."""
 STATE_PARTS = 6
 """Tensors of what a layer keeps in a state."""
 
@@ -81,7 +79,7 @@ class BlockMover(Protocol):
 
 
 class NothingInBlocks:
-    """A BlockMover of a cache whose layers keep states alone: nothing moves, and nothing is asked to be taken out."""
+    """A BlockMover of no layers."""
 
     def copy(self, pairs: list[tuple[int, int]]) -> None:
         pass
@@ -114,24 +112,30 @@ class CacheLayout(Protocol):
     def block_mover(self, layers: list[LayerCache]) -> BlockMover:
         """What copies whole blocks in all layers of this cache, and takes them out and in."""
 
-    @property
-    def page_bytes(self) -> int:
-        """Of the smallest piece of `empty_cache` that can be given back; 0 where none can."""
-
 
 class KVCache:
     """num_blocks blocks for every layer that has keys and values or a convolution, num_states states for every other, in one
-    allocation. mixers: of each layer. states: what copies states, as `blocks` does blocks; None where no layer has one."""
+    allocation. mixers: of each layer. num_parts: where it is not 0, so many in place of blocks for layers with a window, of which
+    is_near says which they are. states: what copies states; None where no layer has one."""
 
-    def __init__(self, num_blocks: int, mixers: Sequence[MixerSpec | None], layout: CacheLayout, num_states: int = 1) -> None:
+    def __init__(
+        self,
+        num_blocks: int,
+        mixers: Sequence[MixerSpec | None],
+        layout: CacheLayout,
+        num_states: int = 1,
+        num_parts: int = 0,
+    ) -> None:
         self.num_blocks = num_blocks
         parts = [[*_block_parts(mixer, layout), *_state_parts(mixer, layout)] for mixer in mixers]
         kept = [len(_block_parts(mixer, layout)) for mixer in mixers]  # none of those that read another's, or have none
-        counts = [[num_blocks] * own + [num_states] * (len(every) - own) for own, every in zip(kept, parts, strict=True)]
+        has_window = [reach is not None for reach in reaches(mixers)]
+        self._has_parts = num_parts > 0
+        self.is_near = [self._has_parts and window for window in has_window]
+        places = [num_parts if near else num_blocks for near in self.is_near]
+        counts = [[n] * own + [num_states] * (len(every) - own) for n, own, every in zip(places, kept, parts, strict=True)]
         sizes = [n * _num_bytes(part) for ns, every in zip(counts, parts, strict=True) for n, part in zip(ns, every, strict=True)]
-        near = [bool(each) for each in _near_parts(mixers, layout)]
-        alignment = max(ALIGNMENT, layout.page_bytes) if any(near) else ALIGNMENT
-        rooms = [-(-size // alignment) * alignment for size in sizes]
+        rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
         memory = iter([piece[:size] for piece, size in zip(pieces, sizes, strict=True)])
         self.layers: list[LayerCache] = [
@@ -139,30 +143,45 @@ class KVCache:
             for ns, every in zip(counts, parts, strict=True)
         ]
         split = [(layer[:own], layer[own:]) for layer, own in zip(self.layers, kept, strict=True)]
-        kept_in_blocks = [blocks for blocks, _ in split if blocks]
-        self.blocks = layout.block_mover(kept_in_blocks) if kept_in_blocks else NothingInBlocks()
+        in_blocks = [(blocks, window) for (blocks, _), window in zip(split, has_window, strict=True) if blocks]
+        far, near = ([blocks for blocks, window in in_blocks if window == wanted] for wanted in (False, True))
+        self._far_bytes = sum(side[0].nbytes for layer in far for side in layer) if num_blocks else 0
+        self._blocks = layout.block_mover(far) if far else NothingInBlocks()
+        self._parts = layout.block_mover(near) if near else NothingInBlocks()
         states = [state for _, state in split if state]
         self.states = layout.block_mover(states) if states else None
-        sides = [side for layer, is_near in zip(self.layers, near, strict=True) if is_near for side in layer[:_SIDES]]
-        self._near = NearMemory(sides)
         for i, mixer in enumerate(mixers):
             if isinstance(mixer, AttentionSpec) and mixer.reads is not None:
-                self.layers[i] = self.layers[mixer.reads]
+                self.layers[i], self.is_near[i] = self.layers[mixer.reads], self.is_near[mixer.reads]
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        """Copy whole blocks, (from, to), in all layers: copy-on-write."""
-        if pairs:
-            self.blocks.copy(pairs)
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        """Copy whole blocks in all layers: copy-on-write. (from, to, and of which part to which)."""
+        if copies:
+            self._blocks.copy([(source, target) for source, target, *_ in copies])
+            self._parts.copy([copy[2:] if self._has_parts else copy[:2] for copy in copies])
+
+    def take_out(self, blocks: list[int], parts: list[int]) -> torch.Tensor:
+        """What these hold, on the host: uint8 [len(blocks), block_bytes], layers with a window behind the others. parts: the
+        numbers that they have there; below 0 of those that are gone, which are zeros."""
+        near = self._parts.take_out([max(0, part) for part in parts] if self._has_parts else blocks)
+        if self._has_parts:
+            near[[part < 0 for part in parts]] = 0
+        return torch.cat([self._blocks.take_out(blocks), near], dim=1)
+
+    def put_in(self, blocks: list[int], parts: list[int], data: torch.Tensor) -> None:
+        """Fills these, none of them twice, with what `take_out` gave of others; not parts that are gone."""
+        far, near = data[:, : self._far_bytes], data[:, self._far_bytes :]
+        self._blocks.put_in(blocks, far.contiguous())
+        if not self._has_parts:
+            self._parts.put_in(blocks, near.contiguous())
+        elif there := [i for i, part in enumerate(parts) if part >= 0]:
+            self._parts.put_in([parts[i] for i in there], near[there])
 
     def copy_states(self, pairs: Sequence[tuple[int, int]]) -> None:
-        """The same of states."""
+        """(from, to), of whole states."""
         if pairs:
             assert self.states is not None
             self.states.copy(list(pairs))
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        """What layers with a window keep of these blocks, in rising order, is of no use."""
-        self._near.give_back(blocks)
 
 
 class BorrowedCache(KVCache):
@@ -170,15 +189,13 @@ class BorrowedCache(KVCache):
 
     def __init__(self, cache: KVCache, mixers: Sequence[MixerSpec | None]) -> None:
         self.num_blocks, self.states = cache.num_blocks, None
-        places = [mixer.reads for mixer in mixers if isinstance(mixer, AttentionSpec)]
-        self.layers = [cache.layers[place] for place in places if place is not None]
+        places = [mixer.reads for mixer in mixers if isinstance(mixer, AttentionSpec) and mixer.reads is not None]
+        self.layers = [cache.layers[place] for place in places]
+        self.is_near = [cache.is_near[place] for place in places]
         assert len(self.layers) == len(mixers), "all of them read"
 
-    def copy_blocks(self, pairs: list[tuple[int, int]]) -> None:
-        assert not pairs
-
-    def give_back(self, blocks: Sequence[int]) -> None:
-        assert not blocks, "whose cache it is does"
+    def copy_blocks(self, copies: Sequence[tuple[int, int, int, int]]) -> None:
+        assert not copies, "whose cache it is does"
 
 
 def parts_of(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:
@@ -197,10 +214,9 @@ def block_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
 
 
 def near_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
-    """Of those of a block, in layers with a window, how many can be given back whichever block it is."""
-    page = layout.page_bytes
-    sizes = [_num_bytes(part) for parts in _near_parts(mixers, layout) for part in parts]
-    return sum(size if size % page == 0 else max(0, size // page - 1) * page for size in sizes)
+    """Of those of a block what layers with a window keep."""
+    reached = zip(mixers, reaches(mixers), strict=True)
+    return block_bytes([mixer for mixer, reach in reached if reach is not None], layout)
 
 
 def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
@@ -215,14 +231,6 @@ def _block_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart
     if isinstance(mixer, AttentionSpec) and mixer.convolved is not None:
         return [*layout.block_parts(mixer), *layout.block_parts(mixer.past)]
     return layout.block_parts(mixer)
-
-
-def _near_parts(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> list[list[BlockPart]]:
-    """Of each layer what it keeps in a block no longer than it is within reach."""
-    if not layout.page_bytes:
-        return [[] for _ in mixers]
-    reaches_of = zip(mixers, reaches(mixers), strict=True)
-    return [[] if reach is None else _block_parts(mixer, layout)[:_SIDES] for mixer, reach in reaches_of]
 
 
 def _state_parts(mixer: MixerSpec | None, layout: CacheLayout) -> list[BlockPart]:

@@ -93,11 +93,15 @@ class AssistantDraft(Guesser):
         fed = [
             Scheduled(
                 seq_id, [tokens[seq_id]], share.start - 1, self._blocks(share, share.start), (seq_id,),
-                prompt_len=share.start - num_drawn, every_row=True, keeps_hidden=True,
+                prompt_len=share.start - num_drawn, every_row=True, keeps_hidden=True, near_table=self._parts(share),
             )
             for seq_id, share in shares.items()
         ]  # fmt: skip
         return self._runner.run(Plan(fed, list(new), [], []), torch.cat([rows[seq_id] for seq_id in shares])).drawn
+
+    def _parts(self, share: Scheduled) -> Sequence[int]:
+        """Beside its blocks: this reads what the model keeps."""
+        return share.near_table[: len(self._blocks(share, share.start))]
 
     def _filled(self, share: Scheduled, guesses: list[int]) -> Scheduled:
         return super()._filled(share._replace(keeps_drawn=bool(share.draws)), guesses)

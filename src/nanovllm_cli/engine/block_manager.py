@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections import OrderedDict
 
 from nanovllm_cli.engine.near import NearParts, NearRoom
+from nanovllm_cli.engine.plan import Copy
 from nanovllm_cli.engine.prefix_cache import Entry, PrefixCache
 from nanovllm_cli.engine.sequence import Sequence
 from nanovllm_cli.engine.states import States
@@ -42,6 +43,11 @@ class BlockManager:
     def num_available(self) -> int:
         """Blocks that can be handed out now: the free ones, and the cached ones after eviction."""
         return len(self._free) + len(self._cached)
+
+    @property
+    def num_spare(self) -> int:
+        """For how many sequences there is a block each, and its near part."""
+        return min(self.num_available, self.near.num_available) if self.near.num_parts else self.num_available
 
     @property
     def finds_prefixes(self) -> bool:
@@ -166,29 +172,33 @@ class BlockManager:
         behind = max(0, self.blocks_for(end) - len(sequence.block_table))
         return behind + (self._shared_index(sequence) is not None)
 
-    def grow(self, sequence: Sequence, end: int) -> tuple[int, int] | None:
+    def grow(self, sequence: Sequence, end: int) -> Copy | None:
         """Makes positions num_computed … end - 1 writable; the blocks must be available.
 
-        Where the first of them lies in a block that others hold too, the sequence gets a block of its own, and the
-        pair (source, destination) to copy before anything is written. The source stays referenced until
-        `unpin(source)`, so that nobody can be given it within the same step. Its last holder may write behind what was shared.
+        Where the first of them lies in a block that others hold too, the sequence gets a block of its own, and what is to be
+        copied before anything is written. The source stays referenced until `unpin(source)`, so that nobody can be given it
+        within the same step. Its last holder may write behind what was shared.
         """
-        copy: tuple[int, int] | None = None
+        copy: Copy | None = None
         index = self._shared_index(sequence)
         if index is not None:
-            copy = (sequence.block_table[index], self._take())
-            sequence.block_table[index] = copy[1]
-            self._pins[copy[0]] += 1
-            if sequence.near_start <= index < sequence.near_end:
-                self.near.swap(sequence, *copy)
+            own, sequence.block_table[index] = sequence.block_table[index], self._take()
+            self._pins[own] += 1
+            copy = Copy(own, sequence.block_table[index], *self.near.swap(sequence, index, own))
         while len(sequence.block_table) * self.block_size < end:
             sequence.block_table.append(self._take())
         self.near.hold(sequence, end)
         return copy
 
+    def num_writable(self, sequence: Sequence) -> int:
+        """Up to how many of its tokens it has blocks by now, and their near parts."""
+        held = sequence.near_end if self.near.num_parts else len(sequence.block_table)
+        return min(len(sequence.block_table), held) * self.block_size
+
     def unpin(self, block: int) -> None:
         """Ends what `grow` began: the copy has been made."""
         self._pins[block] -= 1
+        self.near.unpin(block)
         self._drop(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> bool:

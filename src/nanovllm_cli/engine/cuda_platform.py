@@ -8,14 +8,14 @@ from dataclasses import replace
 import torch
 
 from nanovllm_cli.attention.cuda import CudaAttention
-from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, block_bytes, cache_dtypes, state_bytes
+from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, block_bytes, cache_dtypes, near_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.distributed.cuda_group import CudaGroup
 from nanovllm_cli.distributed.group import Group, Meeting
 from nanovllm_cli.engine.cuda_runner import CudaRunner
 from nanovllm_cli.engine.decode_step import DecodeStep
 from nanovllm_cli.engine.device_sampler import DeviceSampler
-from nanovllm_cli.engine.memory import GIB, OVERHEAD_BYTES, available_bytes
+from nanovllm_cli.engine.memory import GIB, OVERHEAD_BYTES, available_bytes, least_bytes, near_of
 from nanovllm_cli.engine.placement import Part, Placement, asked_for, bytes_of, fitted, in_words
 from nanovllm_cli.engine.plan import Scheduled
 from nanovllm_cli.engine.runner import pooled_sums
@@ -155,7 +155,9 @@ class CudaPlatform:
         config, size = self.config, self.config.block_size
         length = config.max_model_len or min(spec.max_position, LEAST_CONTEXT)
         blocks = -(-length // size) if config.num_blocks is None else config.num_blocks
-        cache = config.kv_cache_bytes or blocks * block_bytes(spec.mixers, layout) + state_bytes(spec.mixers, layout)
+        near = near_of(spec, config, near_bytes(spec.mixers, layout)) if config.num_blocks is None else None
+        keys = least_bytes(blocks, block_bytes(spec.mixers, layout), size, near)
+        cache = config.kv_cache_bytes or keys + state_bytes(spec.mixers, layout)
         widest = max((mlp.intermediate_size for mlp in spec.mlps), default=0)
         step = self._step_tokens(spec) * (STEP_ROWS * spec.hidden_size + 3 * widest) * 2
         return cache + step + self._sampling_bytes(spec) + GRAPH_BYTES + STEP_BYTES

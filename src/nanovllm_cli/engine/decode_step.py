@@ -19,6 +19,7 @@ import torch
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.decode_tables import Tables, slots_of
 from nanovllm_cli.engine.decode_work import DecodeWork
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
@@ -36,8 +37,8 @@ Sampling = tuple[bool, bool]
 Key = tuple[int, int | None, Sampling | None, bool]
 """Rows; room for attention's items, where the host divides it; None for a step with guesses; whether any row takes an adapter."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
-KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE = range(10)
-NUM_LINES = 10
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, NEAR_SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE = range(11)
+NUM_LINES = 11
 
 
 class DecodeStep:
@@ -70,14 +71,12 @@ class DecodeStep:
         # Drawn tokens by row, and behind them the lines that each step uploads in one copy.
         self._state = torch.zeros(max_rows + NUM_LINES * max_tokens, dtype=torch.int64, device=where)
         self._lines = self._state[max_rows:].view(NUM_LINES, max_tokens)
-        self._tables = torch.zeros(max_rows, table_width, dtype=torch.int32, device=where)
+        self._tables = Tables(device, max_rows, table_width)
+        self._near_tables = Tables(device, max_rows, table_width) if any(cache.is_near) else None
         self._logit_rows = torch.arange(max_tokens, dtype=torch.int64, device=where)
         self._uploads = Uploads(device, NUM_LINES * max_tokens, torch.int64)
-        self._table_uploads = Uploads(device, max_rows * table_width, torch.int32)
         self._lora = torch.zeros(max_tokens, num_modules, device=where)
         self._lora_uploads = Uploads(device, max_tokens * num_modules, torch.float32)
-        self._host_tables = np.zeros((max_rows, table_width), np.int32)
-        self._last_tables: list[list[int]] = []
         self._keeps_hidden = keeps_hidden
         self.hidden: torch.Tensor | None = None
         self._hidden_read = model.no_rows(max_tokens) if model.reads_hidden else None
@@ -170,12 +169,14 @@ class DecodeStep:
             kv_lens=lines[KV_LEN].view(torch.int32)[:rows],
             known_lens=lines[KNOWN_LEN].view(torch.int32)[:rows],
             slots=lines[SLOT, :rows],
-            block_tables=self._tables[:rows],
+            block_tables=self._tables.there[:rows],
             logit_rows=self._logit_rows[:rows],
             states=lines[STATE].view(torch.int32)[:rows],
             token_table=self._state[: self._max_rows + self.max_tokens],
             lora=self._lora[:rows] if chooses else None,
             hidden=None if self._hidden_read is None else self._hidden_read[:rows],
+            near_slots=None if self._near_tables is None else lines[NEAR_SLOT, :rows],
+            near_tables=None if self._near_tables is None else self._near_tables.there[:rows],
         )
         work = None if room is None or self._work is None else self._work.by_shape
         inputs = self._model.inputs(batch, self._backend.decode_step(batch, work))
@@ -195,24 +196,26 @@ class DecodeStep:
         lens = np.array([len(share.token_ids) for share in scheduled], np.int64)
         kv_len = np.array([share.start for share in scheduled], np.int64) + lens
         prompt_len = np.array([share.prompt_len for share in scheduled], np.int64)
+        tables = [share.block_table for share in scheduled]
+        near = None if self._near_tables is None else [share.near_table for share in scheduled]
         if len(fed) == count:
             position = kv_len - 1
-            block = np.array([share.block_table[-1] for share in scheduled], np.int64)
         else:
             position = np.arange(len(fed)) + np.repeat(kv_len - np.cumsum(lens), lens)
-            block = np.array([share.block_table[at // size] for (share, _), at in zip(fed, position.tolist(), strict=True)])
             prompt_len = np.repeat(prompt_len, lens)
         known_at = self._max_rows
         source = [
             rows_before[share.seq_id] if token == DRAWN_BEFORE else known_at + row for row, (share, token) in enumerate(fed)
         ]
         lines[KNOWN, : len(fed)] = [token for _, token in fed]
-        lines[SOURCE] = lines[SLOT] = -1
+        lines[SOURCE] = lines[SLOT] = lines[NEAR_SLOT] = -1
         lines[SOURCE, : len(fed)] = source
         lines[POSITION] = lines[ROPE_LEN] = 0
         lines[POSITION, : len(fed)] = rotary_positions(scheduled, position)
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
-        lines[SLOT, : len(fed)] = block * size + position % size
+        lines[SLOT, : len(fed)] = slots_of(tables, lens, position, size)
+        if near is not None:
+            lines[NEAR_SLOT, : len(fed)] = slots_of(near, lens, position, size)
         kv_lens, known_lens, sampling_rows, starts, states = (
             lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE)
         )
@@ -228,7 +231,9 @@ class DecodeStep:
             starts[count + 1 : self.max_tokens + 1] = len(fed)
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
-            self._upload_tables([share.block_table for share in scheduled])
+            self._tables.upload(tables)
+            if self._near_tables is not None and near is not None:
+                self._near_tables.upload(near)
         return self._divide(lens, kv_len) if self._backend.deterministic or len(fed) > count else None
 
     def _upload_lora(self, scheduled: Sequence[Scheduled]) -> bool:
@@ -244,23 +249,6 @@ class DecodeStep:
     def _divide(self, lens: np.ndarray, kv_lens: np.ndarray) -> int:
         assert self._work is not None
         return self._work.upload(np.concatenate(([0], np.cumsum(lens))), kv_lens)
-
-    def _upload_tables(self, tables: list[list[int]]) -> None:
-        last, self._last_tables = self._last_tables, []
-        changed = False
-        for row, table in enumerate(tables):  # numpy takes its time for lists: of most, only what is behind the last step's
-            known = last[row] if row < len(last) else []
-            if table == known:
-                continue
-            changed = True
-            same = len(known) if table[: len(known)] == known else 0
-            self._host_tables[row, same : len(table)] = table[same:]
-        if changed:
-            width = max(map(len, tables))
-            upload = self._table_uploads.take()[: len(tables) * width].view(len(tables), width)
-            upload.numpy()[:] = self._host_tables[: len(tables), :width]
-            self._table_uploads.copy(upload, self._tables[: len(tables), :width])
-        self._last_tables = tables + last[len(tables) :]
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())

@@ -105,7 +105,10 @@ class Guesser(ABC):
         if not share.num_guesses:
             return share
         table = self._blocks(share, share.start + len(share.known) + len(guesses))
-        return share._replace(token_ids=[*share.known, *guesses], num_guesses=len(guesses), block_table=table)
+        return share._replace(
+            token_ids=[*share.known, *guesses], num_guesses=len(guesses), block_table=table,
+            near_table=share.near_table[: len(table)],
+        )  # fmt: skip
 
     def _blocks(self, share: Scheduled, num_tokens: int) -> list[int]:
         """Those of the first tokens of the share's sequence."""

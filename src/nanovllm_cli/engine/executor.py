@@ -32,7 +32,7 @@ class Executor(Protocol):
 
     @property
     def near(self) -> NearRoom:
-        """For what layers with a window keep, of a model that gives it back."""
+        """For what layers with a window keep, where that is of fewer blocks than there are."""
 
     @property
     def state_bytes(self) -> int:
@@ -42,11 +42,12 @@ class Executor(Protocol):
     def most_drafted(self) -> int:
         """Rows of a step, guesses of a draft model included, up to which these pay."""
 
-    def read_blocks(self, blocks: list[int]) -> memoryview:
-        """What these blocks of the KV cache hold, block_bytes each, one after another."""
+    def read_blocks(self, blocks: list[int], parts: list[int]) -> memoryview:
+        """What these blocks of the KV cache hold, block_bytes each, one after another. parts: see `NearParts.parts_of`; what is
+        gone reads as zeros."""
 
-    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
-        """Puts into these blocks what `read_blocks` gave of others, perhaps in another process."""
+    def write_blocks(self, blocks: list[int], parts: list[int], data: memoryview) -> None:
+        """Puts into these blocks what `read_blocks` gave of others, perhaps in another process; parts that are gone stay so."""
 
     def read_state(self, state: int) -> memoryview:
         """The same of a state."""

@@ -83,7 +83,9 @@ def follow(
 class _Follower:
     def __init__(self, model: LoadedModel, make: Make, line: Line[ToRank]) -> None:
         self._platform = model.platform
-        self._cache = KVCache(make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states)
+        self._cache = KVCache(
+            make.num_blocks, model.own_spec.mixers, model.model.backend, make.num_states, make.num_parts
+        )
         sampler = _NoSampler(model.spec.vocab_size)
         self._runner = model.platform.make_runner(model.model, self._cache, sampler, model.recordable)
         self._sight = model.sight
@@ -106,17 +108,20 @@ class _Follower:
                             assert self._sight is not None
                             self._sight.look(plan.look)
                         self._runner.run(plan)
-                case Take(which, of_states):
-                    self._line.send(Taken(self._mover(of_states).take_out(which).numpy().tobytes()))
-                case Put(which, data, of_states):
-                    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-                    self._mover(of_states).put_in(which, rows.view(len(which), -1))
+                case Take(which, parts):
+                    found = self._states.take_out(which) if parts is None else self._cache.take_out(which, parts)
+                    self._line.send(Taken(found.numpy().tobytes()))
+                case Put(which, parts, data):
+                    rows = torch.frombuffer(bytearray(data), dtype=torch.uint8).view(len(which), -1)
+                    if parts is None:
+                        self._states.put_in(which, rows)
+                    else:
+                        self._cache.put_in(which, parts, rows)
                 case _:
                     raise ValueError(f"a {type(message).__name__} in the midst of it")
 
-    def _mover(self, of_states: bool) -> BlockMover:
-        if not of_states:
-            return self._cache.blocks
+    @property
+    def _states(self) -> BlockMover:
         assert self._cache.states is not None
         return self._cache.states
 

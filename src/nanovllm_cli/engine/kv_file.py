@@ -180,7 +180,7 @@ class KvFiles:
         for stretch, row in rows:
             for first in range(0, len(row), step):
                 some = row[first : first + step]
-                data = self._executor.read_blocks(some)
+                data = self._executor.read_blocks(some, self._blocks.near.parts_of(some))
                 for i in range(len(some)):
                     yield place + i, data[i * size : (i + 1) * size]
                 place += len(some)
@@ -316,9 +316,9 @@ class _Loading:
             begin = len(before) // size
             for first, data in self._reader.blocks(index, len(known) - begin, end // size - begin):
                 row = sequence.block_table[begin + first : begin + first + _at_once(self._header.block_bytes)]
-                self._executor.write_blocks(row, data)
                 for i, block in enumerate(row, first):
                     self._blocks.near.fill(block, is_whole=i not in lacks)
+                self._executor.write_blocks(row, self._blocks.near.parts_of(row), data)
             if brings_state:
                 self._executor.write_state(sequence.state, self._reader.state(index))
                 self._states_left -= 1

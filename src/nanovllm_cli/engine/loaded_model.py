@@ -63,8 +63,8 @@ class LoadedModel:
     are multiplied as whole numbers, int8 by int8. lora, led_by: scales and files of its adapters and of its control vectors.
     recordable: whether the weights' formats allow a step to be recorded. placement: where its weights are. sight: of a model that
     reads images.
-    block_bytes: of one block of its KV cache over all layers; state_bytes: of one state. near_bytes: what can be given back of a
-    block that no layer with a window sees any more.
+    block_bytes: of one block of its KV cache over all layers; state_bytes: of one state. near_bytes: of a block in layers with a
+    window.
     Raises what the loader raises, and DoesNotFitError before it takes memory that isn't there.
     """
 

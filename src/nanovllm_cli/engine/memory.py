@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import NamedTuple
 
 from nanovllm_cli import control_groups, system
-from nanovllm_cli.attention.near_memory import near_reach
+from nanovllm_cli.attention.reach import near_reach
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.near import kept_blocks
 from nanovllm_cli.errors import DoesNotFitError
@@ -69,9 +69,9 @@ class Near(NamedTuple):
 
 
 def near_of(spec: ModelSpec, config: EngineConfig, num_bytes: int, longest_image: int = 0) -> Near | None:
-    """Of a model whose blocks have near parts of so many bytes. Those that keep states, and those that read texts as a whole,
-    keep all. longest_image: tokens of one that no step may cut."""
-    if not num_bytes or spec.has_states or spec.reads_both_ways:
+    """Of a model whose blocks have near parts of so many bytes. Those that keep states, those that attend to what an encoder has
+    made, and those that read texts as a whole, keep all. longest_image: tokens of one that no step may cut."""
+    if not num_bytes or spec.has_states or spec.reads_both_ways or spec.cross is not None:
         return None
     return Near(num_bytes, near_reach(spec.mixers), config.max_num_batched_tokens + longest_image)
 
@@ -135,8 +135,9 @@ def size_cache(
         )
     if blocks * size < length:
         if config.max_model_len is not None:
+            least = least_bytes(each, block_bytes, size, near)
             raise DoesNotFitError(
-                f"a context of {length} tokens needs {_told(_least(each, block_bytes, size, near))} of KV cache, and it gets "
+                f"a context of {length} tokens needs {_told(least)} of KV cache, and it gets "
                 f"{_told(min(room, blocks * block_bytes))}",
                 f"use --ctx-size {blocks * size} or less, or a larger --kv-cache",
             )
@@ -166,8 +167,8 @@ def _with_near_parts(
     return blocks, min(parts, blocks)
 
 
-def _least(each: int, block_bytes: int, size: int, near: Near | None) -> int:
-    """Bytes of a cache for one sequence."""
+def least_bytes(each: int, block_bytes: int, size: int, near: Near | None) -> int:
+    """Of a cache for one sequence of so many blocks."""
     if near is None or near.least(size) >= each:
         return each * block_bytes
     return each * (block_bytes - near.num_bytes) + near.least(size) * near.num_bytes

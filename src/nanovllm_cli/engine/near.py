@@ -1,12 +1,13 @@
 """Near parts: what layers with a window keep of a block, which is of use only as long as the block is within reach.
 
-Such a layer's queries see no further back than its window, so that keys and values behind all windows can be given back, and
-a long context takes little more memory than its other layers need. A block has its place in every layer all the same: what is
-given back are pages of memory, which read as zeros from then on, and no kernel knows of it. So the blocks of a cache may be many,
-and their near parts few: a sequence holds those within reach of its next token, a part that nobody holds stays as long as there
-is room, and a prefix is found as far as all parts within reach of its end are still there.
+Such a layer's queries see no further back than its window, so that keys and values behind all windows need not be kept, and a
+long context takes little more memory than its other layers need. So the blocks of a cache may be many, and their near parts few:
+parts are what those layers have in place of blocks, numbered by themselves, and a sequence has a table of its own for them. It
+holds those within reach of its next token, a part that nobody holds stays with its block as long as there is room, and a prefix
+is found as far as all parts within reach of its end are still there.
 
-Only numbers live here; the memory is `attention/kv_cache.py`'s. Where num_parts is 0 all blocks have their parts for good.
+Only numbers live here; the memory is `attention/kv_cache.py`'s. Where num_parts is 0 every block has its part for good, under the
+block's own number.
 """
 
 from __future__ import annotations
@@ -36,7 +37,7 @@ def kept_blocks(reach: int, block_size: int) -> int:
 
 
 class NearParts:
-    """A part is held (by as many sequences as were counted), idle, or gone. Of idle ones those go first that are of no use to
+    """A part is held (by as many sequences as were counted), idle, or free. Of idle ones those go first that are of no use to
     anybody, then what was let go of first."""
 
     def __init__(self, room: NearRoom, block_size: int) -> None:
@@ -44,7 +45,9 @@ class NearParts:
         self._size = block_size
         self._holders: dict[int, int] = {}
         self._idle: OrderedDict[int, None] = OrderedDict()
-        self._gone: dict[int, None] = {}
+        self._parts: dict[int, int] = {}
+        """Of blocks that have theirs."""
+        self._free = list(range(self.num_parts - 1, -1, -1))
         self.num_changes = 0
         """Grows when a part becomes idle."""
 
@@ -55,7 +58,11 @@ class NearParts:
 
     def has(self, block: int) -> bool:
         """Whether the block's part is there."""
-        return not self.num_parts or block in self._holders or block in self._idle
+        return not self.num_parts or block in self._parts
+
+    def parts_of(self, blocks: list[int]) -> list[int]:
+        """Their parts' numbers, below 0 where the part is gone."""
+        return [self._parts.get(block, -1) for block in blocks] if self.num_parts else blocks
 
     def usable(self, entries: list[Entry]) -> list[Entry]:
         """Of the first blocks of a sequence those that it can go on behind."""
@@ -106,20 +113,31 @@ class NearParts:
         start, stop = max(sequence.near_end, self._first(sequence.num_computed)), -(-end // self._size)
         if sequence.near_end < start:
             sequence.near_start = start
+        table = sequence.near_table
+        table += [0] * (len(sequence.block_table) - len(table))
         for index in range(start, stop):
-            self._take(sequence.block_table[index])
+            table[index] = self._take(sequence.block_table[index])
         sequence.near_end = max(start, stop)
 
-    def swap(self, sequence: Sequence, own: int, other: int) -> None:
-        """Another block takes the place of one that it holds."""
+    def swap(self, sequence: Sequence, index: int, own: int) -> tuple[int, int]:
+        """Its block there has taken the place of another, which it held and which stays held until `unpin`: the parts of both."""
+        block = sequence.block_table[index]
+        if not self.num_parts:
+            return own, block
+        assert sequence.near_start <= index < sequence.near_end, "a block that is being written is out of reach"
+        sequence.near_table[index] = self._take(block)
+        return self._parts[own], sequence.near_table[index]
+
+    def unpin(self, block: int) -> None:
+        """Ends what `swap` began: the copy has been made."""
         if self.num_parts:
-            self._let_go(own)
-            self._take(other)
+            self._let_go(block)
 
     def fork(self, parent: Sequence, child: Sequence) -> None:
         """The child, whose blocks are the parent's first ones, holds what the parent does."""
         child.near_start = min(parent.near_start, len(child.block_table))
         child.near_end = min(parent.near_end, len(child.block_table))
+        child.near_table = parent.near_table[: len(child.block_table)]
         for index in range(child.near_start, child.near_end):
             self._take(child.block_table[index])
 
@@ -128,6 +146,7 @@ class NearParts:
         for index in reversed(range(sequence.near_start, sequence.near_end)):
             self._let_go(sequence.block_table[index])
         sequence.near_start = sequence.near_end = 0
+        sequence.near_table = []
 
     def forget(self, block: int) -> None:
         """What the block holds is of no use any more: its part, if it is idle, goes before others."""
@@ -141,37 +160,34 @@ class NearParts:
                 self._idle.move_to_end(entry.block)
 
     def fill(self, block: int, *, is_whole: bool) -> None:
-        """The block, which nobody holds, has been written from outside, its part too where is_whole."""
+        """The block, which nobody holds, is about to be written from outside: with its part where is_whole and one can be had."""
         if not self.num_parts:
             return
         if is_whole and self.num_available:
             self._take(block)
             self._let_go(block)
-        else:
-            self._idle.pop(block, None)
-            self._gone[block] = None
-
-    def take_gone(self) -> list[int]:
-        """Blocks whose parts' memory is to be given back before the next step runs, and behind all copies."""
-        gone, self._gone = sorted(self._gone), {}
-        return gone
+        elif block in self._idle:
+            del self._idle[block]
+            self._free.append(self._parts.pop(block))
 
     def _first(self, num_computed: int) -> int:
         """The first block that a token behind so many sees in layers with a window."""
         return max(0, num_computed - self._reach - SLACK) // TILE * TILE // self._size
 
-    def _take(self, block: int) -> None:
-        self._gone.pop(block, None)
+    def _take(self, block: int) -> int:
         if block in self._holders:
             self._holders[block] += 1
-            return
+            return self._parts[block]
         if block in self._idle:
             del self._idle[block]
-        elif len(self._holders) + len(self._idle) >= self.num_parts:
+        elif self._free:
+            self._parts[block] = self._free.pop()
+        else:
             assert self._idle, "a part was taken that nobody had"
             gone, _ = self._idle.popitem(last=False)
-            self._gone[gone] = None
+            self._parts[block] = self._parts.pop(gone)
         self._holders[block] = 1
+        return self._parts[block]
 
     def _let_go(self, block: int) -> None:
         self._holders[block] -= 1

@@ -39,7 +39,8 @@ class Scheduled(NamedTuple):
     """One sequence's share of one step: `token_ids` are fed at positions start, start + 1, … In a step that is planned ahead
     they are [DRAWN_BEFORE].
 
-    block_table: the blocks that hold positions 0 … start + len(token_ids) - 1, in order.
+    block_table: the blocks that hold positions 0 … start + len(token_ids) - 1, in order. near_table: the parts that layers with a
+        window have in their place, where these are not one (see `near.py`).
     draws: ids of the sequences that draw a token from the logits of the last row. Empty for a prefill chunk that is
         not the prompt's last; several where `n > 1` sequences share the prompt that this row ends.
     prompt_logprobs: how many alternatives to report for each prompt token that this chunk's rows predict; None for
@@ -78,6 +79,7 @@ class Scheduled(NamedTuple):
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     shift: int = 0
+    near_table: Sequence[int] = ()
 
     @property
     def known(self) -> list[int]:
@@ -127,17 +129,24 @@ class Look(NamedTuple):
     num_stages: int
 
 
+class Copy(NamedTuple):
+    """A block to be copied to another, and the near part of the one to that of the other (see `near.py`)."""
+
+    source: int
+    target: int
+    source_part: int
+    target_part: int
+
+
 class Plan(NamedTuple):
-    """One step. Order of effects: look at an image, forget `finished`, register `new`, copy blocks and states, give back what
-    layers with a window have of the blocks `gone`, run, sample."""
+    """One step. Order of effects: look at an image, forget `finished`, register `new`, copy blocks and states, run, sample."""
 
     scheduled: list[Scheduled]
     new: list[NewSequence]
     finished: list[int]
-    copies: list[tuple[int, int]]
+    copies: list[Copy]
     state_copies: Sequence[tuple[int, int]] = ()
     look: Look | None = None
-    gone: Sequence[int] = ()
 
 
 class TokenLogprobs(NamedTuple):

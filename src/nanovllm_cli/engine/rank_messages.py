@@ -48,6 +48,7 @@ class Make(Message):
 
     num_blocks: int
     num_states: int
+    num_parts: int
 
 
 class Run(Message):
@@ -57,18 +58,18 @@ class Run(Message):
 
 
 class Take(Message):
-    """What blocks of the cache hold here, or states."""
+    """What blocks of the cache hold here, or states, which have no parts."""
 
     which: list[int]
-    of_states: bool
+    parts: list[int] | None
 
 
 class Put(Message):
     """What `Taken` said, into others. Nobody answers."""
 
     which: list[int]
+    parts: list[int] | None
     data: bytes
-    of_states: bool
 
 
 # ---- to it ----

@@ -120,9 +120,9 @@ class Ranks:
         """The sums over the others."""
         return Sizes(*map(sum, zip(*self._sizes, strict=True)))
 
-    def make_caches(self, num_blocks: int, num_states: int) -> None:
+    def make_caches(self, num_blocks: int, num_states: int, num_parts: int) -> None:
         for other in self._others:
-            other.send(Make(num_blocks, num_states))
+            other.send(Make(num_blocks, num_states, num_parts))
 
     def run(self, plan: Plan) -> None:
         """Has the others begin a step; this process has to do the same one now."""
@@ -135,13 +135,13 @@ class Ranks:
         if self.meeting.is_broken:
             raise LostProcessError("one of the processes that compute the model has ended", "its own words, if any, are above")
 
-    def take(self, which: list[int], *, of_states: bool) -> list[torch.Tensor]:
-        """Of each of the others, what these blocks of its cache hold, or states: uint8 [len(which), its bytes of one]."""
+    def take(self, which: list[int], parts: list[int] | None) -> list[torch.Tensor]:
+        """Of each of the others, what these blocks of its cache hold, or states, which have no parts, [len(which), bytes]."""
         self.check()
         found = []
         try:
             for other in self._others:
-                other.send(Take(which, of_states))
+                other.send(Take(which, parts))
             for other in self._others:
                 answer = other.receive()
                 assert isinstance(answer, Taken)
@@ -151,12 +151,12 @@ class Ranks:
             raise
         return found
 
-    def put(self, which: list[int], rows: torch.Tensor, *, of_states: bool) -> None:
+    def put(self, which: list[int], parts: list[int] | None, rows: torch.Tensor) -> None:
         """Into each of the others what `take` has found, side by side."""
         self.check()
-        sizes = [each.state_bytes if of_states else each.block_bytes for each in self._sizes]
+        sizes = [each.state_bytes if parts is None else each.block_bytes for each in self._sizes]
         for other, part in zip(self._others, torch.split(rows, sizes, dim=1), strict=True):
-            other.send(Put(which, part.contiguous().numpy().tobytes(), of_states))
+            other.send(Put(which, parts, part.contiguous().numpy().tobytes()))
 
     def close(self) -> None:
         """Ends the others. So does to forget this object."""

@@ -66,7 +66,6 @@ class Runner:
         self.sampler.keep(plan.scheduled)
         self.cache.copy_blocks(plan.copies)
         self.cache.copy_states(plan.state_copies)
-        self.cache.give_back(plan.gone)
         if not plan.scheduled:
             return StepOutput([], {})
         with self._let_in():

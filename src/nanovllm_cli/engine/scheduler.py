@@ -26,7 +26,7 @@ from typing import NamedTuple
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.looking import Looking
-from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Copy, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.refusal import Refusal
 from nanovllm_cli.engine.sequence import Line, Request, Sequence, Status, by_rank
 from nanovllm_cli.engine.strategy import Strategy
@@ -46,7 +46,7 @@ class _Step(NamedTuple):
     members: list[Sequence]
     scheduled: list[Scheduled]
     look: tuple[Sequence, Look] | None
-    copies: list[tuple[int, int]]
+    copies: list[Copy]
     states: list[tuple[int, int]]
     finished: list[int]
 
@@ -78,7 +78,7 @@ class Scheduler:
         self._refusal = Refusal(blocks)
         self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
-        self._copies: list[tuple[int, int]] = []
+        self._copies: list[Copy] = []
         self._state_copies: list[tuple[int, int]] = []
         self._budget = 0
 
@@ -138,9 +138,8 @@ class Scheduler:
                 going.append((sequence, end + 1))
         if not going or num_running != len(self.running) or (self.waiting and self._could_enter()):
             return None
-        size = self._blocks.block_size
-        growing = [(sequence, end) for sequence, end in going if end > len(sequence.block_table) * size]
-        if len(growing) > self._blocks.num_available or self._blocks.near.num_parts:  # of which each would want one, too
+        growing = [(sequence, end) for sequence, end in going if end > self._blocks.num_writable(sequence)]
+        if len(growing) > self._blocks.num_spare:
             return None
         for sequence, end in growing:
             copy = self._blocks.grow(sequence, end)
@@ -159,8 +158,8 @@ class Scheduler:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
         look = self._looking.take()
         self._steps.append(_Step(self._members, self._scheduled, look, self._copies, sources, finished))
-        copies, gone = (self._copies, self._state_copies + sources), self._blocks.near.take_gone()
-        return Plan(self._scheduled, new, finished, *copies, None if look is None else look[1], gone)
+        copies = self._copies, self._state_copies + sources
+        return Plan(self._scheduled, new, finished, *copies, None if look is None else look[1])
 
     def apply(self, output: StepOutput, failures: Mapping[int, str]) -> list[Result]:
         """Takes in what the oldest planned step gave. failures: sequence id -> what its rows raised.
@@ -312,6 +311,7 @@ class Scheduler:
                 state=max(0, sequence.state), second=request.second, lora=request.lora,
                 images=request.images_within(start, end) if request.images else (),
                 shift=request.shift(start) if request.images else 0,
+                near_table=sequence.near_table[: self._blocks.blocks_for(end)],
             )
         )
         self._members.append(sequence)
@@ -401,8 +401,8 @@ class Scheduler:
         return [Result(each, Drawn(each.seq_id, [], None, message)) for each in sequence.group]
 
     def _unpin(self, step: _Step) -> None:
-        for source, _ in step.copies:
-            self._blocks.unpin(source)
+        for copy in step.copies:
+            self._blocks.unpin(copy.source)
         self._blocks.states.drop(source for source, _ in step.states)
 
     def _collect_prompt(self, sequence: Sequence, share: Scheduled, output: StepOutput) -> None:

@@ -135,7 +135,7 @@ class Sequence:
     state: of a model that keeps one, this sequence's, or NO_STATE. state_source: another one, which is to be copied to it before
     it runs again. kept_states: copies of it behind so many tokens, which nobody finds yet (see `states.py`). parting: of how many
     tokens others have had blocks, where that is far behind their last state; or 0.
-    near_start, near_end: which of its blocks' near parts it holds (see `near.py`).
+    near_start, near_end: which of its blocks' near parts it holds; near_table: these parts (see `near.py`).
     past: what its strategy remembers of it. step: the last step that scheduled it. announced: a plan has named it to the
     worker; registered: that plan succeeded.
     """
@@ -162,6 +162,7 @@ class Sequence:
     parting: int = 0
     near_start: int = 0
     near_end: int = 0
+    near_table: list[int] = field(default_factory=list)
     past: Any = None
     rank: tuple[float, int, int] = field(init=False)
 

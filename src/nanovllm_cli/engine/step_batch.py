@@ -32,12 +32,13 @@ def build_batch(
         begin += len(share.token_ids)
         starts.append(begin)
     known_lens = [share.known_len for share in scheduled]
-    widest = max(len(share.block_table) for share in scheduled)
-    tables = np.zeros((len(scheduled), max(MIN_TABLE, 1 << (widest - 1).bit_length())), np.int32)
-    for row, share in zip(tables, scheduled, strict=True):
-        row[: len(share.block_table)] = share.block_table
+    tables = _tables([share.block_table for share in scheduled])
     are_decodes = begin == len(scheduled)
     places, slots, rope_lens = (_of_decodes if are_decodes else _of_chunks)(scheduled, block_size, starts, tables)
+    near_slots, near_tables = None, None
+    if scheduled[0].near_table:
+        near_tables = _tables([share.near_table for share in scheduled])
+        near_slots = torch.from_numpy(_slots(near_tables, starts, places, block_size))
     return Batch(
         token_ids=_int64(list(itertools.chain.from_iterable(share.token_ids for share in scheduled))),
         positions=torch.from_numpy(rotary_positions(scheduled, places)),
@@ -54,7 +55,23 @@ def build_batch(
         lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
         images=images,
         hidden=hidden,
+        near_slots=near_slots,
+        near_tables=None if near_tables is None else torch.from_numpy(near_tables),
     ), owners
+
+
+def _tables(rows: list[Sequence[int]]) -> np.ndarray:
+    tables = np.zeros((len(rows), max(MIN_TABLE, 1 << (max(map(len, rows)) - 1).bit_length())), np.int32)
+    for mine, row in zip(tables, rows, strict=True):
+        mine[: len(row)] = row
+    return tables
+
+
+def _slots(tables: np.ndarray, starts: list[int], places: np.ndarray, block_size: int) -> np.ndarray:
+    """Of each token, int64, by its place in its sequence. starts: of the sequences' tokens, and the end."""
+    seq_of = np.repeat(np.arange(len(tables)), np.diff(starts))
+    slots: np.ndarray = tables[seq_of, places // block_size] * np.int64(block_size) + places % block_size
+    return slots
 
 
 def _int64(numbers: list[int]) -> torch.Tensor:
@@ -88,8 +105,7 @@ def _of_chunks(
     first = np.array([share.start for share in scheduled], np.int64)
     prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
     places = np.arange(begins[-1]) + (first - begins[:-1])[seq_of]
-    slots = tables[seq_of, places // block_size] * np.int64(block_size) + places % block_size
-    return places, slots, np.maximum(places + 1, prompt_lens[seq_of])
+    return places, _slots(tables, starts, places, block_size), np.maximum(places + 1, prompt_lens[seq_of])
 
 
 def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:

@@ -158,9 +158,12 @@ class Worker(LoadedModel):
         self.num_blocks, self.max_model_len, self.num_states, num_near = size
         self.near = NearRoom() if near is None or not num_near else NearRoom(num_near, near.reach)
         self.kv_bytes: int = size.num_bytes(self.block_bytes, self.state_bytes, 0 if near is None else near.num_bytes)
-        self._caches = [KVCache(self.num_blocks, each.own_spec.mixers, each.model.backend, self.num_states) for each in models]
+        self._caches = [  # what guesses has all parts
+            KVCache(self.num_blocks, each.own_spec.mixers, each.model.backend, self.num_states, num_near if each is self else 0)
+            for each in models
+        ]
         if ranks is not None:
-            ranks.make_caches(self.num_blocks, self.num_states)
+            ranks.make_caches(self.num_blocks, self.num_states, num_near)
 
     @property
     def _longest_image(self) -> int:
@@ -285,32 +288,32 @@ class Worker(LoadedModel):
             with torch.inference_mode():
                 self._draft.settle()
 
-    def read_blocks(self, blocks: list[int]) -> memoryview:
+    def read_blocks(self, blocks: list[int], parts: list[int]) -> memoryview:
         """See Executor."""
         self._enter_settled()
         if not self.block_bytes:
             return memoryview(b"")
-        found = [cache.blocks.take_out(blocks) for cache in self._caches]
-        others = [] if self._ranks is None else self._ranks.take(blocks, of_states=False)
+        found = [cache.take_out(blocks, parts) for cache in self._caches]
+        others = [] if self._ranks is None else self._ranks.take(blocks, parts)
         return torch.cat([*found, *others], dim=1).flatten().numpy().data
 
-    def write_blocks(self, blocks: list[int], data: memoryview) -> None:
+    def write_blocks(self, blocks: list[int], parts: list[int], data: memoryview) -> None:
         """See Executor."""
         self._enter_settled()
         if not self.block_bytes:
             return
         rows = torch.frombuffer(data, dtype=torch.uint8).view(len(blocks), self.block_bytes)
-        *parts, others = torch.split(rows, self._block_parts, dim=1)
-        for cache, part in zip(self._caches, parts, strict=True):
-            cache.blocks.put_in(blocks, part.contiguous())
+        *own, others = torch.split(rows, self._block_parts, dim=1)
+        for cache, data_of_it in zip(self._caches, own, strict=True):
+            cache.put_in(blocks, parts, data_of_it)
         if self._ranks is not None:
-            self._ranks.put(blocks, others, of_states=False)
+            self._ranks.put(blocks, parts, others)
 
     def read_state(self, state: int) -> memoryview:
         """See Executor."""
         self.platform.enter()
         found = [states.take_out([state]) for states in self._movers]
-        others = [] if self._ranks is None else self._ranks.take([state], of_states=True)
+        others = [] if self._ranks is None else self._ranks.take([state], None)
         return torch.cat([*found, *others], dim=1).flatten().numpy().data
 
     def write_state(self, state: int, data: memoryview) -> None:
@@ -321,7 +324,7 @@ class Worker(LoadedModel):
         for states, part in zip(self._movers, [part for part in parts if part.numel()], strict=True):
             states.put_in([state], part.contiguous())
         if self._ranks is not None:
-            self._ranks.put([state], others, of_states=True)
+            self._ranks.put([state], None, others)
 
     @property
     def _movers(self) -> list[BlockMover]:

@@ -24,7 +24,6 @@ import numpy as np
 import torch
 from llvmlite.binding import get_host_cpu_features, get_host_cpu_name
 
-from nanovllm_cli import system
 from nanovllm_cli.folders import cache_folder
 from nanovllm_cli.kernels.simd_ir import LANES  # first: it says what there is of an ARM processor
 
@@ -102,14 +101,12 @@ def use_threads_for(work: float) -> None:
 # ---- memory ----
 
 
-def zeros(numel: int, dtype: torch.dtype, huge_pages: bool = False, *, reserved: bool = True) -> torch.Tensor:
+def zeros(numel: int, dtype: torch.dtype, huge_pages: bool = False) -> torch.Tensor:
     """A zeroed vector straight from the system: resident page by page as it is written, which torch.zeros is not.
 
-    huge_pages: for memory that will all be read in long strides, such as weights; it asks the system for pages of 2 MiB. Without
-    reserved there may be more of it than the machine has, as parts are given back before others are written.
+    huge_pages: for memory that will all be read in long strides, such as weights; it asks the system for pages of 2 MiB.
     """
-    flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | (0 if reserved else system.NO_RESERVE)
-    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=flags)
+    memory = mmap.mmap(-1, max(1, numel * dtype.itemsize), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if huge_pages and hasattr(mmap, "MADV_HUGEPAGE"):
         with contextlib.suppress(OSError):  # a kernel without them
             memory.madvise(mmap.MADV_HUGEPAGE)

@@ -10,7 +10,7 @@ import numpy as np
 from numba import carray, njit
 
 from nanovllm_cli.kernels.cpu_cache import BLOCK, encode, is_finite, put_scale
-from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, softplus, store
+from nanovllm_cli.kernels.cpu_numbers import FAST, exp_not_positive, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.inner import inner
 from nanovllm_cli.kernels.simd import typed_pointer
@@ -22,7 +22,7 @@ CHUNK = 4096  # numbers of a task that is not a row
 
 
 @njit(inline="always")
-def _sigmoid(z):
+def sigmoid(z):
     e = exp_not_positive(-abs(z))
     return (np.float32(1.0) if not z < np.float32(0.0) else e) / (np.float32(1.0) + e)
 
@@ -128,28 +128,6 @@ def scale(arguments, thread, team):
 
 
 @kernel(fastmath=FAST)
-def put_columns(arguments, thread, team):
-    """wide [num_rows, width], whose rows lie row_stride numbers apart, = x [num_rows, width], with rows x_stride apart."""
-    tag, x, wide, num_rows, width, x_stride, row_stride = fields(arguments)
-    lines, targets = carray(typed_pointer(x, tag), (num_rows, x_stride)), carray(typed_pointer(wide, tag), (num_rows, row_stride))
-    for r in share(num_rows, thread, team):
-        line, target = lines[r], targets[r]
-        for i in range(width):
-            target[i] = line[i]
-
-
-@kernel(fastmath=FAST)
-def add_row(arguments, thread, team):
-    """x [num_rows, width] += row [width] fp32, at each of its rows."""
-    tag, x, row, num_rows, width = fields(arguments)
-    lines, added = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(row, np.float32(0)), (width,))
-    for r in share(num_rows, thread, team):
-        line = lines[r]
-        for i in range(width):
-            store(line, i, load(line, i) + added[i])
-
-
-@kernel(fastmath=FAST)
 def activation(arguments, thread, team):
     """x [size] = act(x) of each number by itself. kind: SQUARED_RELU, GELU_TANH or GELU."""
     tag, x, size, kind = fields(arguments)
@@ -164,103 +142,10 @@ def activation(arguments, thread, team):
         elif kind == GELU_TANH:
             for i in range(own.size):
                 value = load(own, i)
-                store(own, i, value * _sigmoid(_tanh_slope(value)))
+                store(own, i, value * sigmoid(_tanh_slope(value)))
         else:
             for i in range(own.size):
                 store(own, i, _gelu(load(own, i)))
-
-
-@kernel(fastmath=FAST)
-def clip(arguments, thread, team):
-    """x [num_rows, width], held between least and most; what is no number stays none. Rows lie row_stride numbers apart."""
-    tag, x, num_rows, width, row_stride, bottom, top = fields(arguments)
-    lines, least, most = carray(typed_pointer(x, tag), (num_rows, row_stride)), np.float32(bottom), np.float32(top)
-    for r in share(num_rows, thread, team):
-        line = lines[r]
-        for i in range(width):
-            value = load(line, i)
-            if value > most:
-                store(line, i, most)
-            elif value < least:
-                store(line, i, least)
-
-
-@kernel(fastmath=FAST)
-def temper(arguments, thread, team):
-    """x [num_rows, width] *= 1 + scale * log(1 + (position + offset) // length), of positions [num_rows] int64. Rows lie
-    row_stride numbers apart; those whose factor is 1 stay as they are."""
-    tag, x, num_rows, width, row_stride, positions, length, offset, scale = fields(arguments)
-    lines = carray(typed_pointer(x, tag), (num_rows, row_stride))
-    of_rows = carray(typed_pointer(positions, np.int64(0)), (num_rows,))
-    for r in share(num_rows, thread, team):
-        steps = (of_rows[r] + offset) // length
-        if steps == 0:
-            continue
-        factor, line = np.float32(1.0 + scale * np.log(1.0 + steps)), lines[r]
-        for i in range(width):
-            store(line, i, load(line, i) * factor)
-
-
-@njit(inline="always")
-def _expm1_less_x(x):
-    """exp(x) - 1 - x of an x that is not above 0: near 0 by its series, where all digits of that difference would be lost."""
-    small = max(x, np.float32(-0.5))
-    sum_ = np.float32(1 / 5040) + small * np.float32(1 / 40320)
-    sum_ = np.float32(1 / 24) + small * (np.float32(1 / 120) + small * (np.float32(1 / 720) + small * sum_))
-    series = small * small * (np.float32(1 / 2) + small * (np.float32(1 / 6) + small * sum_))
-    return series if x > np.float32(-0.5) else exp_not_positive(x) - np.float32(1.0) - x
-
-
-@kernel(fastmath=FAST)
-def xielu(arguments, thread, team):
-    """x [size] = xIELU of each number by itself; see `reference.xielu`."""
-    tag, x, size, positive, negative, slope, edge = fields(arguments)
-    numbers = carray(typed_pointer(x, tag), (size,))
-    for chunk in share(-(-size // CHUNK), thread, team):
-        own = numbers[CHUNK * chunk : min(size, CHUNK * (chunk + 1))]
-        for i in range(own.size):
-            value = load(own, i)
-            below = min(min(value, np.float32(edge)), np.float32(0.0))
-            curved = np.float32(negative) * (_expm1_less_x(below) + (below - value))
-            curved = np.float32(positive) * value * value if value > np.float32(0.0) else curved
-            store(own, i, curved + np.float32(slope) * value)
-
-
-@kernel(fastmath=FAST)
-def sigmoid_gate(arguments, thread, team):
-    """x [num_rows, width] *= sigmoid(gate), or with is_softplus that, of gate [num_rows, width / each], whose rows lie
-    gate_stride numbers apart: one for `each` numbers."""
-    tag, gate_tag, x, gate, num_rows, width, gate_stride, each, is_softplus = fields(arguments)
-    lines = carray(typed_pointer(x, tag), (num_rows, width))
-    gates = carray(typed_pointer(gate, gate_tag), (num_rows, gate_stride))
-    for r in share(num_rows, thread, team):
-        line, own = lines[r], gates[r]
-        if each == 1 and is_softplus == 0:
-            for i in range(width):
-                store(line, i, load(line, i) * _sigmoid(load(own, i)))
-            continue
-        for g in range(width // each):
-            value = load(own, g)
-            factor = _sigmoid(value) if is_softplus == 0 else softplus(value)
-            for i in range(g * each, (g + 1) * each):
-                store(line, i, load(line, i) * factor)
-
-
-@kernel(fastmath=FAST)
-def best_gate(arguments, thread, team):
-    """out [num_rows, width] = x times the sigmoid of each row's largest of logits [num_rows, count], a NaN being above all."""
-    tag, x, logits, out, num_rows, width, count = fields(arguments)
-    lines, result = carray(typed_pointer(x, tag), (num_rows, width)), carray(typed_pointer(out, tag), (num_rows, width))
-    of_rows = carray(typed_pointer(logits, np.float32(0)), (num_rows, count))
-    for r in share(num_rows, thread, team):
-        own, line, target = of_rows[r], lines[r], result[r]
-        best = own[0]
-        for e in range(1, count):
-            if own[e] > best or own[e] != own[e]:
-                best = own[e]
-        factor = _sigmoid(best)
-        for i in range(width):
-            store(target, i, load(line, i) * factor)
 
 
 @kernel(fastmath=FAST)
@@ -276,13 +161,13 @@ def gated_activation(arguments, thread, team):
         if kind == SILU or kind == GELU_TANH:
             for i in range(width):
                 g = load(gate, i)
-                store(target, i, g * _sigmoid(g if kind == SILU else _tanh_slope(g)) * load(up, i))
+                store(target, i, g * sigmoid(g if kind == SILU else _tanh_slope(g)) * load(up, i))
         elif kind == SWIGLU_OAI:
             for i in range(width):
                 g, u = load(gate, i), load(up, i)
                 g = SWIGLU_LIMIT if g > SWIGLU_LIMIT else g
                 u = SWIGLU_LIMIT if u > SWIGLU_LIMIT else (-SWIGLU_LIMIT if u < -SWIGLU_LIMIT else u)
-                store(target, i, g * _sigmoid(np.float32(1.702) * g) * (u + np.float32(1.0)))
+                store(target, i, g * sigmoid(np.float32(1.702) * g) * (u + np.float32(1.0)))
         elif kind == SQUARED_RELU or kind == RELU:
             for i in range(width):
                 g = load(gate, i)

@@ -1,11 +1,11 @@
 """Gates on the CPU, activations, queries that grow, factors, clips, columns: tensors in, checks, addresses to compiled kernels
-(cpu_fused.py)."""
+(cpu_fused.py, cpu_gates.py)."""
 
 from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels import cpu, cpu_fused
+from nanovllm_cli.kernels import cpu, cpu_fused, cpu_gates
 
 ACTIVATIONS = {
     "silu": cpu_fused.SILU, "gelu_tanh": cpu_fused.GELU_TANH, "gelu": cpu_fused.GELU, "swiglu_oai": cpu_fused.SWIGLU_OAI,
@@ -22,7 +22,7 @@ def sigmoid_gate(x: torch.Tensor, gate: torch.Tensor, *, softplus: bool = False)
     assert width % columns == 0, gate.shape
     address, stride = cpu.rows_of(gate, gate.dtype, tokens, columns)
     ints = (cpu.address_of(x, x.dtype, tokens, width), address, tokens, width, stride, width // columns, int(softplus))
-    cpu.launch(cpu_fused.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
+    cpu.launch(cpu_gates.sigmoid_gate, 8 * x.numel(), cpu.tags_of(x.dtype, gate.dtype), ints)
     return x
 
 
@@ -37,7 +37,7 @@ def clip(x: torch.Tensor, least: float, most: float) -> torch.Tensor:
     """See `ops.Ops`."""
     tokens, width = x.shape
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
-    cpu.launch(cpu_fused.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (least, most))
+    cpu.launch(cpu_gates.clip, x.numel(), cpu.tags_of(x.dtype), (address, tokens, width, stride), (least, most))
     return x
 
 
@@ -47,14 +47,14 @@ def put_columns(x: torch.Tensor, wide: torch.Tensor, first: int) -> None:
     target, stride = cpu.rows_of(wide[:, first : first + width], x.dtype, tokens, width)
     source, x_stride = cpu.rows_of(x, x.dtype, tokens, width)
     ints = (source, target, tokens, width, x_stride, stride)
-    cpu.launch(cpu_fused.put_columns, x.numel(), cpu.tags_of(x.dtype), ints)
+    cpu.launch(cpu_gates.put_columns, x.numel(), cpu.tags_of(x.dtype), ints)
 
 
 def add_row(x: torch.Tensor, row: torch.Tensor) -> None:
     """See `ops.Ops`."""
     tokens, width = x.shape
     ints = (cpu.address_of(x, x.dtype, tokens, width), cpu.address_of(row, torch.float32, width), tokens, width)
-    cpu.launch(cpu_fused.add_row, x.numel(), cpu.tags_of(x.dtype), ints)
+    cpu.launch(cpu_gates.add_row, x.numel(), cpu.tags_of(x.dtype), ints)
 
 
 def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, offset: int) -> torch.Tensor:
@@ -62,14 +62,14 @@ def temper(x: torch.Tensor, positions: torch.Tensor, length: int, scale: float, 
     tokens, width = x.shape
     address, stride = cpu.rows_of(x, x.dtype, tokens, width)
     ints = (address, tokens, width, stride, cpu.address_of(positions, torch.int64, tokens), length, offset)
-    cpu.launch(cpu_fused.temper, x.numel(), cpu.tags_of(x.dtype), ints, (scale,))
+    cpu.launch(cpu_gates.temper, x.numel(), cpu.tags_of(x.dtype), ints, (scale,))
     return x
 
 
 def xielu(x: torch.Tensor, positive: float, negative: float, slope: float, edge: float) -> torch.Tensor:
     """See `reference.xielu`; x [T, n] is changed in place."""
     ints = (cpu.address_of(x, x.dtype, *x.shape), x.numel())
-    cpu.launch(cpu_fused.xielu, 16 * x.numel(), cpu.tags_of(x.dtype), ints, (positive, negative, slope, edge))
+    cpu.launch(cpu_gates.xielu, 16 * x.numel(), cpu.tags_of(x.dtype), ints, (positive, negative, slope, edge))
     return x
 
 
@@ -81,7 +81,7 @@ def best_gate(x: torch.Tensor, logits: torch.Tensor) -> torch.Tensor:
         cpu.address_of(x, x.dtype, tokens, width), cpu.address_of(logits, torch.float32, tokens, count), out.data_ptr(), tokens,
         width, count,
     )  # fmt: skip
-    cpu.launch(cpu_fused.best_gate, tokens * (width + count), cpu.tags_of(x.dtype), ints)
+    cpu.launch(cpu_gates.best_gate, tokens * (width + count), cpu.tags_of(x.dtype), ints)
     return out
 
 

@@ -166,12 +166,13 @@ class Decoder:
                 residual, x = self.passes.join(i, x, residual), None
             own = None if every is None else every[:, i * width : (i + 1) * width]
             x = self._tapped(i, self._led(i, x, residual), residual)
+            its = inputs.of_layer(cache.is_near[i])
             if i != self.last_keeper or all_asked or i <= deepest:
-                x = block(x, residual, inputs, layer, own)
+                x = block(x, residual, its, layer, own)
                 if batch.images is not None and i in deep:
                     residual.index_add_(0, batch.images.rows, deep[i])
                 continue
-            x = block.mixed(x, residual, inputs, layer) if block.has_halves else block(x, residual, inputs, layer, own)
+            x = block.mixed(x, residual, its, layer) if block.has_halves else block(x, residual, its, layer, own)
             if rows.shape[0] == 0:
                 break  # nothing is asked, and what is to be kept is
             x, residual, all_asked = self._taken(rows, x), residual[..., rows, :], True

@@ -126,7 +126,7 @@ def _multiplies(form: Format | None, dtype: torch.dtype, activations: Activation
 
 
 class UnitBytes(NamedTuple):
-    """Of a block of the KV cache, of a state, and of what of a block can be given back (see `engine/near.py`)."""
+    """Of a block of the KV cache, of a state, and of what layers with a window keep of a block (see `engine/near.py`)."""
 
     block: int
     state: int
