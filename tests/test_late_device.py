@@ -21,7 +21,7 @@ from engines import greedy, random_model, save
 from nanovllm_cli.attention.cuda import CudaAttention, CudaBlocks
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine import device_sampler
-from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.engine.decode_tables import Tables
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.uploads import Uploads
@@ -193,14 +193,14 @@ def test_host_memory_that_is_written_too_early_is_noticed(
 def test_block_tables_that_are_copied_from_where_they_are_kept_are_noticed(
     folder: Path, decoded: list[Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def upload(step: DecodeStep, tables: list[list[int]]) -> None:
-        kept, _ = step._table_uploads._turns[0]
-        rows = kept[: step._tables.numel()].view_as(step._tables)
+    def upload(mine: Tables, tables: list[list[int]]) -> None:
+        kept, _ = mine._uploads._turns[0]
+        rows = kept[: mine.there.numel()].view_as(mine.there)
         for row, table in enumerate(tables):
             rows[row, : len(table)] = torch.tensor(table)
-        step._tables.copy_(rows, non_blocking=True)
+        mine.there.copy_(rows, non_blocking=True)
 
-    monkeypatch.setattr(DecodeStep, "_upload_tables", upload)
+    monkeypatch.setattr(Tables, "upload", upload)
     assert noticed(folder, decode, decoded)
 
 
