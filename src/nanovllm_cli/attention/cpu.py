@@ -19,7 +19,7 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
-from nanovllm_cli.attention.encoded import EncodedRows, among, behind
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, looked_at
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
@@ -156,6 +156,10 @@ class CpuAttention:
             there = among(batch, self.cross.rows, self.cross.lead, cpu.BLOCK)
             encoded = Elsewhere(there.block_tables, self._tiles(there))
             batch = behind(batch, self.cross.lead, cpu.BLOCK)
+        if (lookers := batch.lookers) is not None:
+            there = looked_at(batch, lookers, cpu.BLOCK)
+            encoded = Elsewhere(there.block_tables, self._tiles(there))
+        batch = behind_each(batch, cpu.BLOCK)
         tables, tiles = batch.block_tables, self._tiles(batch)
         return CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
 
