@@ -14,11 +14,12 @@ from nanovllm_cli.mixer_spec import AttentionSpec
 
 class EncodedRows(NamedTuple):
     """What an encoder has made [n, hidden] that tokens of a step stand for, the slots [n] int64 of these, and how many of each
-    one's sequence follow it here [n] int32, itself included."""
+    one's sequence follow it here [n] int32, itself included. lora: see `Batch`, of these."""
 
     values: torch.Tensor
     slots: torch.Tensor
     run: torch.Tensor
+    lora: torch.Tensor | None = None
 
 
 @runtime_checkable
@@ -41,7 +42,8 @@ def taken_apart(batch: Batch, device: torch.device) -> tuple[Batch | None, Encod
         kept = batch.taken(images.rows.cpu())
         ends = torch.repeat_interleave(kept.query_starts[1:], kept.query_starts.diff())
         run = ends - torch.arange(len(ends), dtype=torch.int32)
-        encoded = EncodedRows(images.values, kept.slots.to(device), run.to(device))
+        lora = None if kept.lora is None else kept.lora.to(device)
+        encoded = EncodedRows(images.values, kept.slots.to(device), run.to(device), lora)
     if not is_text.any():
         return None, encoded
     rows = is_text.nonzero()[:, 0]

@@ -148,7 +148,7 @@ class Decoder:
             self._keep_encoded(inputs.encoded, cache)
         if inputs.step is None:
             return self.no_rows(0)
-        self._choose(batch)
+        self._choose(batch.lora)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
@@ -185,7 +185,7 @@ class Decoder:
             entered = None if inputs.entered is None else inputs.entered[rows]
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
             inputs = inputs._replace(entered=entered)
-            self._choose(inputs.batch)
+            self._choose(inputs.batch.lora)
             if block.has_halves:
                 x = block.fed(x, residual, inputs, own)
         if not all_asked:
@@ -199,6 +199,7 @@ class Decoder:
         return residual
 
     def _keep_encoded(self, encoded: EncodedRows, cache: KVCache) -> None:
+        self._choose(encoded.lora)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
             if block.cross is not None:
                 block.cross.keep(encoded, layer)
@@ -218,13 +219,12 @@ class Decoder:
         if x is not None:
             self.ops.join(x, residual)
         own, lora = residual[rows], inputs.batch.lora
-        if lora is not None:
-            self._choose(replace(inputs.batch, lora=lora[rows]))
+        self._choose(None if lora is None else lora[rows])
         found = block(None, own, inputs, layer)
         assert found is not None
         self.ops.join(found, own)
         residual[rows] = own
-        self._choose(inputs.batch)
+        self._choose(lora)
         return None
 
     def _led(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
@@ -254,10 +254,10 @@ class Decoder:
         self.handed.keep(rows)
         return None if x is None else x.taken(rows)
 
-    def _choose(self, batch: Batch) -> None:
-        """Weights with adapters that requests choose read rows like the batch's from now on."""
+    def _choose(self, lora: torch.Tensor | None) -> None:
+        """Weights with adapters that requests choose read rows that take this of them from now on; see `Batch`."""
         if self.chosen is not None:
-            self.chosen.scales = batch.lora
+            self.chosen.scales = lora
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         """What the first block reads: the residual stream [T, hidden], and what has still to join it."""

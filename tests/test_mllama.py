@@ -1,0 +1,440 @@
+"""Llama 3.2 that sees against transformers, by a tiny random model whose gates are open: pixels, the tower, which images a token
+sees, and what is written; and that no bit of it depends on steps, neighbours, or what was found again.
+
+transformers lets a token that sees no image attend to all of them all the same, and leaves out only what its MLP makes of that.
+Meta's code and vLLM's leave out both, and so a text is what it is whatever comes behind it: as ours does. Where a prompt begins
+with an image nobody is such a token, and transformers is compared with as it is; elsewhere a hook leaves out the rest.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import assume, example, given, settings
+from hypothesis import strategies as st
+from PIL import Image as pillow
+from safetensors.torch import load_file, save_file
+
+from engines import SMALL, check_that_no_bit_changes, engine_for, greedy, logprobs_of, random_model, run, save, worker_for
+from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
+from nanovllm_cli.config import LoraModule
+from nanovllm_cli.engine.checked_images import Seeing, checked_images
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.images.reading import read_image
+from nanovllm_cli.images.sizes import MAX_ASPECT, fitted, most_rows, most_tokens
+from nanovllm_cli.leading import lead_in, led
+from nanovllm_cli.models.config_reader import ConfigReader
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.tower import Tower
+from nanovllm_cli.models.tower_attention import TorchAttention, Windows, attention
+from nanovllm_cli.models.tower_shapes import tower_shapes
+from nanovllm_cli.models.towers import tower_family
+from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds, VisionSpec
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.vision import load_tower
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
+from test_images import colours, saved
+from test_llm import write_byte_tokenizer
+
+pytest.importorskip("transformers")
+WORDS = ["<|end|>", "<|begin|>", "<|image|>"]
+END, BEGIN, IMAGE = range(256, 259)
+SIDE, TILES = 16, 4
+ROWS = (SIDE // 4) ** 2 + 1
+"""Of a tile."""
+GRIDS = [(1, 1), (1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)]
+TEMPLATE = """{{ bos_token }}{% for message in messages %}{{ message.role }}:{% if message.content is string %}\
+{{ message.content }}{% else %}{% for part in message.content %}{% if part.type == 'image' %}<|image|>{% else %}{{ part.text }}\
+{% endif %}{% endfor %}{% endif %}<|end|>
+{% endfor %}{% if add_generation_prompt %}assistant:{% endif %}"""
+TEXT: dict[str, Any] = {
+    "hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 2, "intermediate_size": 64, "num_hidden_layers": 5,
+    "cross_attention_layers": [1, 4], "vocab_size": IMAGE, "max_position_embeddings": 2048, "pad_token_id": 0,
+    "bos_token_id": BEGIN, "eos_token_id": END, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
+VISION: dict[str, Any] = {
+    "hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 4, "num_global_layers": 2, "attention_heads": 2,
+    "image_size": SIDE, "patch_size": 4, "intermediate_layers_indices": [0, 2], "vision_output_dim": 48,
+}  # fmt: skip
+AS_PUBLISHED: dict[str, Any] = {
+    "architectures": ["MllamaForConditionalGeneration"], "model_type": "mllama", "image_token_index": 128256,
+    "text_config": {
+        "model_type": "mllama_text_model", "cross_attention_layers": [3, 8, 13, 18, 23, 28, 33, 38], "hidden_act": "silu",
+        "hidden_size": 4096, "intermediate_size": 14336, "max_position_embeddings": 131072, "num_attention_heads": 32,
+        "num_hidden_layers": 40, "num_key_value_heads": 8, "rms_norm_eps": 1e-5, "rope_theta": 500000.0, "vocab_size": 128256,
+        "rope_scaling": {"factor": 8.0, "high_freq_factor": 4.0, "low_freq_factor": 1.0, "rope_type": "llama3",
+                         "original_max_position_embeddings": 8192},
+        "tie_word_embeddings": False,
+    },
+    "vision_config": {
+        "model_type": "mllama_vision_model", "attention_heads": 16, "hidden_act": "gelu", "hidden_size": 1280, "image_size": 560,
+        "intermediate_layers_indices": [3, 7, 15, 23, 30], "intermediate_size": 5120, "max_num_tiles": 4, "norm_eps": 1e-5,
+        "num_channels": 3, "num_global_layers": 8, "num_hidden_layers": 32, "patch_size": 14, "vision_output_dim": 7680,
+        "supported_aspect_ratios": [list(grid) for grid in GRIDS],
+    },
+}  # fmt: skip
+IMAGES: dict[str, Any] = {
+    "do_convert_rgb": True, "do_normalize": True, "do_pad": True, "do_rescale": True, "do_resize": True, "max_image_tiles": 4,
+    "image_mean": [0.5, 0.4, 0.3], "image_std": [0.25, 0.5, 0.75], "resample": 2, "rescale_factor": 1 / 255,
+    "size": {"height": SIDE, "width": SIDE},
+}  # fmt: skip
+
+
+def mllama() -> Any:
+    from transformers import AutoModelForImageTextToText, MllamaConfig
+
+    rest = {key: value for key, value in SMALL.items() if key not in ("head_dim", "tie_word_embeddings")}
+    model = random_model(
+        MllamaConfig(text_config=rest | TEXT, vision_config=VISION, image_token_index=IMAGE), auto=AutoModelForImageTextToText
+    )
+    generator = torch.Generator().manual_seed(1)
+    for name, parameter in model.named_parameters():
+        if "gate" in name and parameter.numel() == 1:
+            parameter.data = 0.3 + 0.5 * torch.rand(1, generator=generator)
+    return model
+
+
+class Made:
+    """A tiny model: transformers', and its folder."""
+
+    def __init__(self, folder: Path) -> None:
+        self.model, self.folder = mllama(), folder
+        save(self.model, folder)
+        write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[0], bos_token=WORDS[1], chat_template=TEMPLATE)
+        (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+        config = json.loads((folder / "config.json").read_text())
+        self.vision: VisionSpec = read(config, IMAGES)
+
+    def prompt(self, ids: list[int], images: list[Image]) -> TokenIds:
+        placed = led([self.vision.placed(image, 0) for image in images], ids, IMAGE)
+        return TokenIds([*[IMAGE] * (placed[-1].end if placed else 0), *ids], placed)
+
+    def logprobs(self, ids: list[int], images: list[Image], *, as_it_is: bool = False) -> torch.Tensor:
+        """Behind each token of a text, by transformers."""
+        from transformers.models.mllama.modeling_mllama import MllamaTextCrossAttention
+        from transformers.models.mllama.processing_mllama import (
+            convert_sparse_cross_attention_mask_to_dense,
+            get_cross_attention_token_mask,
+        )
+
+        inputs: dict[str, Any] = {}
+        hooks = []
+        if images:
+            tiles = [image.height * image.width // SIDE**2 for image in images]
+            ranges = get_cross_attention_token_mask(ids, IMAGE)
+            seen = convert_sparse_cross_attention_mask_to_dense([ranges], [tiles], TILES, len(ids))
+            inputs = {
+                "pixel_values": torch.stack([self.pixels(image) for image in images])[None],
+                "aspect_ratio_ids": torch.tensor([[1 + GRIDS.index(grid_of(image)) for image in images]]),
+                "aspect_ratio_mask": torch.tensor([[[int(i < count) for i in range(TILES)] for count in tiles]]),
+                "cross_attention_mask": torch.tensor(seen),
+            }
+            sees = torch.tensor(seen.any(axis=(2, 3)))[0, :, None]
+            if not as_it_is:
+                hooks = [part.register_forward_hook(lambda m, a, found: (found[0] * sees, *found[1:]))
+                         for part in self.model.modules() if isinstance(part, MllamaTextCrossAttention)]  # fmt: skip
+        try:
+            with torch.inference_mode():
+                found: torch.Tensor = self.model(input_ids=torch.tensor([ids]), **inputs).logits[0].log_softmax(-1)
+        finally:
+            for hook in hooks:
+                hook.remove()
+        return found
+
+    def pixels(self, image: Image) -> torch.Tensor:
+        """[tiles, 3, side, side], zeros behind those that there are."""
+        lines, columns = grid_of(image)
+        values = np.frombuffer(image.pixels, np.uint8).reshape(lines, SIDE, columns, SIDE, 3).transpose(0, 2, 4, 1, 3)
+        mean, std = (np.array(IMAGES[f"image_{key}"])[:, None, None] for key in ("mean", "std"))
+        there = torch.tensor((values.reshape(-1, 3, SIDE, SIDE) / 255 - mean) / std, dtype=torch.float32)
+        return torch.cat([there, torch.zeros(TILES - len(there), 3, SIDE, SIDE)])
+
+    def check(self, prompt: TokenIds, output: Any, **how: bool) -> None:
+        """That a greedy answer is transformers', and as likely."""
+        ids, images = list(prompt)[prompt.images[-1].end if prompt.images else 0 :], [each.image for each in prompt.images]
+        answer = output.outputs[0]
+        expected = self.logprobs([*ids, *answer.token_ids], images, **how)[len(ids) - 1 : -1]  # type: ignore[arg-type]
+        assert list(answer.token_ids) == expected.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs_of(output)), expected.max(-1).values, rtol=0, atol=1e-4)
+
+
+def read(config: dict[str, Any], images: dict[str, Any]) -> VisionSpec:
+    family = tower_family(config)
+    assert family is not None
+    return family.read(ConfigReader(config, "config.json"), ConfigReader(images, "preprocessor_config.json"))
+
+
+def grid_of(image: Image) -> tuple[int, int]:
+    return image.height // SIDE, image.width // SIDE
+
+
+def an_image(lines: int, columns: int, seed: int = 0) -> Image:
+    numbers = np.random.default_rng((lines, columns, seed))
+    return Image.of(lines * SIDE, columns * SIDE, numbers.bytes(3 * lines * columns * SIDE**2))
+
+
+@pytest.fixture(scope="module")
+def made(tmp_path_factory: pytest.TempPathFactory) -> Made:
+    return Made(tmp_path_factory.mktemp("mllama"))
+
+
+@pytest.fixture(scope="module")
+def worker(made: Made) -> Worker:
+    return worker_for(made.folder, dtype="float32", num_blocks=128)
+
+
+ONE, WIDE, SQUARE, TALL = an_image(1, 1), an_image(1, 2), an_image(2, 2), an_image(3, 1)
+ASKED: list[tuple[list[int], list[Image]]] = [
+    ([5, 6, 7], []), ([3, 4, IMAGE, 5, 6, 7], [ONE]), ([3, 4, IMAGE, 5, 6, 7], [TALL]),
+    ([3, *range(5, 60), IMAGE], [WIDE]), ([3, IMAGE, 4, IMAGE, IMAGE, 5, 6, IMAGE], [ONE, SQUARE, WIDE, TALL]), ([9] * 40, []),
+]  # fmt: skip
+
+
+# ---- what it is made of ----
+
+
+def test_it_is_as_published() -> None:
+    """Numbers of parameters are those that the hub counts in the publisher's files."""
+    for own, count in (
+        ({}, 10_670_220_835),
+        ({"hidden_size": 8192, "intermediate_size": 28672, "num_attention_heads": 64, "num_hidden_layers": 100,
+          "cross_attention_layers": list(range(3, 100, 5))}, 88_593_355_323),
+    ):  # fmt: skip
+        config = AS_PUBLISHED | {"text_config": AS_PUBLISHED["text_config"] | own}
+        model, vision = spec_from_hf(config, hf_family(config)), read(config, {"max_image_tiles": 4})
+        looks = {i: block.looks.keeper for i, block in enumerate(model.blocks) if block.looks is not None}
+        assert (model.num_drawn, model.vocab_size, model.max_position) == (128256, 128264, 131072)
+        assert list(looks) == config["text_config"]["cross_attention_layers"]
+        assert all(layer - 1 == keeper for layer, keeper in looks.items())
+        text = sum(block.num_weights(model.hidden_size) for block in model.blocks) + model.hidden_size * (128264 + 128256)
+        norms = (2 * len(model.blocks) + 1) * model.hidden_size + len(looks) * (2 * 128 + 2)
+        assert text + norms + sum(map(math.prod, tower_shapes(vision.tower).values())) == count
+    assert (vision.tower.num_layers, vision.tower.num_stages, vision.least_tokens) == (40, 40, 1601)
+    assert (vision.size.tile, vision.size.resample, most_rows(vision), most_tokens(vision)) == (560, "bilinear", 6404, 6404)
+    assert vision.limited(1) == vision, "its tokens are no part of a text"
+    less = {key: value for key, value in AS_PUBLISHED["text_config"].items() if key != "cross_attention_layers"}
+    model = spec_from_hf(AS_PUBLISHED | {"text_config": less}, hf_family(AS_PUBLISHED))
+    assert [i for i, block in enumerate(model.blocks) if block.looks] == AS_PUBLISHED["text_config"]["cross_attention_layers"]
+
+
+def test_a_key_that_is_left_out_changes_nothing() -> None:
+    """Of a tower's config that has transformers' defaults."""
+    from transformers import MllamaConfig
+
+    config = MllamaConfig().to_dict() | {"architectures": AS_PUBLISHED["architectures"]}
+    expected = read(config, {"size": {"height": 448, "width": 448}})
+    assert (expected.size.tile, expected.tower.hidden_size, expected.tower.positions) == (448, 1280, 1024)
+    for key in config["vision_config"]:
+        less = {name: value for name, value in config["vision_config"].items() if name != key}
+        assert read(config | {"vision_config": less}, {}) == expected, key
+
+
+@given(st.integers(1, 5000), st.integers(1, 5000), st.integers(1, 9))
+@example(560, 1120, 4)
+@example(1120, 560, 4)
+@example(300, 300, 4)
+@settings(max_examples=200, deadline=None)
+def test_an_image_is_laid_out_as_transformers_does_it(height: int, width: int, most: int) -> None:
+    from transformers.models.mllama import image_processing_pil_mllama as theirs
+
+    assume(max(height, width) <= MAX_ASPECT * min(height, width))
+    rule = dataclasses.replace(read(AS_PUBLISHED, {}).size, most_tiles=most)
+    canvas = theirs.get_optimal_tiled_canvas(height, width, most, 560)
+    found = fitted(rule, height, width)
+    assert (found.whole, found.pieces) == (tuple(map(int, canvas)), None)
+    assert found.first == theirs.get_image_size_fit_to_canvas(height, width, *canvas, 560)
+
+
+@pytest.mark.parametrize(("height", "width"), [(7, 5), (16, 16), (33, 90), (200, 11), (50, 47), (31, 3)])
+def test_pixels_are_those_of_transformers(height: int, width: int, made: Made) -> None:
+    from transformers.models.mllama.image_processing_pil_mllama import MllamaImageProcessorPil
+
+    picture = pillow.fromarray(colours(height, width, 3))
+    (image,) = read_image(saved(picture, "PNG"), made.vision, "it").images
+    found = MllamaImageProcessorPil(**IMAGES)([picture], return_tensors="pt")
+    assert GRIDS[int(found["aspect_ratio_ids"]) - 1] == grid_of(image)
+    assert int(found["aspect_ratio_mask"].sum()) == math.prod(grid_of(image)) == found["num_tiles"][0][0]
+    torch.testing.assert_close(made.pixels(image), found["pixel_values"][0, 0], rtol=0, atol=1e-6)
+
+
+def test_rows_are_those_of_transformers(made: Made) -> None:
+    with open_checkpoint(made.folder) as checkpoint:
+        tower = load_tower(checkpoint, made.vision, torch.float32)
+    for grid in GRIDS:
+        image = an_image(*grid)
+        with torch.inference_mode():
+            seen = made.model.model.vision_model(
+                made.pixels(image)[None, None], torch.tensor([[1 + GRIDS.index(grid)]]),
+                torch.tensor([[[int(i < math.prod(grid)) for i in range(TILES)]]]),
+            ).last_hidden_state  # fmt: skip
+            expected = made.model.model.multi_modal_projector(seen)[0, 0, : math.prod(grid)].flatten(0, 1)
+            torch.testing.assert_close(tower(image).rows, expected, rtol=1e-4, atol=1e-4)
+    assert not isinstance(tower, Tower)
+
+
+def test_what_does_not_see_itself_is_alike_elsewhere() -> None:
+    """On a device of which attention is torch's, and by a mask."""
+    qkv = torch.randn(50, 3 * 2 * 8, generator=torch.Generator().manual_seed(0))
+    none = torch.empty(50, 0)
+    windows = Windows(((1, 50),), (none, none), 13)
+    q, k, v = (each.transpose(0, 1) for each in qkv.view(50, 6, 8).split(2, dim=1))
+    mask = torch.ones(50, 50, dtype=torch.bool)
+    mask[37:, 37:] = False
+    expected = torch.nn.functional.scaled_dot_product_attention(q, k, v, mask).transpose(0, 1).flatten(1)
+    for attend in (attention(windows, 2, 8, qkv), TorchAttention(windows, 2, 8, 2)):
+        torch.testing.assert_close(attend(qkv, None), expected, rtol=1e-5, atol=1e-5)
+
+
+# ---- which images a token sees ----
+
+
+@given(st.lists(st.booleans(), min_size=1, max_size=14), st.randoms())
+@settings(max_examples=200, deadline=None)
+def test_a_token_sees_what_transformers_shows_it(are_images: list[bool], random: Any) -> None:
+    """Each of an image's rows stands for itself in this; between images that lie together there is nothing."""
+    from transformers.models.mllama.processing_mllama import get_cross_attention_token_mask
+
+    ids = [IMAGE if each else 7 for each in are_images]
+    images = [PlacedImage(ONE, 0, 1, random.choice([5, 16, 20, 32]), leads=True) for _ in range(sum(are_images))]
+    placed = led(images, ids, IMAGE)
+    lead = lead_in(placed)
+    assert (lead is None) == (not images)
+    rows = {place: i for i, each in enumerate(placed) for place in range(each.start, each.end - each.behind)}
+    total = placed[-1].end if placed else 0
+    assert total % 16 == 0
+    for place in range(len(ids)):
+        glances = [each for each in (lead.glances if lead else ()) if each.start <= total + place]
+        seen = [rows[at] for at in range(glances[-1].first, glances[-1].first + glances[-1].num_rows)] if glances else []
+        assert not glances or glances[-1].first % 16 == 0
+        ranges = get_cross_attention_token_mask(ids, IMAGE)
+        theirs = [i for i, (start, end) in enumerate(ranges) if start <= place < (len(ids) if end == -1 else end)]
+        assert seen == [i for i in theirs for _ in range(placed[i].num_rows)]
+
+
+@pytest.mark.parametrize(("ids", "images"), [
+    ([IMAGE, 5, 6, 7], [SQUARE]), ([IMAGE, IMAGE, 5, 6, 7], [ONE, TALL]), ([IMAGE, 5, *range(9, 40), IMAGE, 8], [WIDE, SQUARE]),
+    ([IMAGE, 5, 6, IMAGE, IMAGE], [an_image(1, 4), ONE, WIDE]), ([5, 6, 7], []),
+])  # fmt: skip
+def test_texts_are_what_transformers_writes(ids: list[int], images: list[Image], made: Made, worker: Worker) -> None:
+    prompt = made.prompt(ids, images)
+    (output,) = run(engine_for(worker), [(prompt, greedy(12, logprobs=0))])
+    made.check(prompt, output, as_it_is=True)
+    if images:
+        others = [an_image(*grid_of(image), 9) for image in images]
+        (other,) = run(engine_for(worker), [(made.prompt(ids, others), greedy(12, logprobs=0))])
+        assert logprobs_of(other) != logprobs_of(output), "it matters what is seen"
+
+
+def test_neither_steps_nor_neighbours_change_a_bit(made: Made, worker: Worker) -> None:
+    """Alone, cut anywhere, beside others who see something or nothing, recorded or not, behind a found prefix, and computed again
+    after a preemption; and so it is what transformers writes."""
+    requests = [(made.prompt(*asked), greedy(12, logprobs=0)) for asked in ASKED]
+    num_blocks = sum(-(-len(prompt) // 16) for prompt, _ in requests) + 2
+    alone = check_that_no_bit_changes(worker, requests, num_blocks)
+    for (prompt, _), output in zip(requests, alone, strict=True):
+        made.check(TokenIds(prompt, getattr(prompt, "images", ())), output)
+    assert worker.runner.graphs._graphs, "what all see, or nobody, is recorded"  # type: ignore[attr-defined]
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
+    try:
+        for first, again in zip(alone, run(engine_for(worker, enable_prefix_caching=False), requests), strict=True):
+            assert logprobs_of(again) == logprobs_of(first)
+    finally:
+        worker.runner.graphs._recordable = True  # type: ignore[attr-defined]
+
+
+def test_what_is_cached_is_of_that_image(made: Made, worker: Worker) -> None:
+    sight, engine = worker.sight, engine_for(worker)
+    assert sight is not None
+    before, image = sight.num_computed, an_image(2, 1, 7)
+    lead = made.prompt([IMAGE], [image]).images[0].end
+    for ids in ([BEGIN, IMAGE, 5], [BEGIN, IMAGE, 6], [BEGIN, 5, IMAGE]):
+        run(engine, [(made.prompt(ids, [image]), greedy(2))])
+    assert (sight.num_computed - before, engine.stats().prefix_hit_tokens) == (1, 2 * lead)
+    run(engine, [(made.prompt([BEGIN, IMAGE, 5], [an_image(2, 1, 8)]), greedy(2))])
+    assert (sight.num_computed - before, engine.stats().prefix_hit_tokens) == (2, 2 * lead)
+    run(engine, [(made.prompt([BEGIN, IMAGE, 5, IMAGE], [image, an_image(2, 1, 8)]), greedy(2))])
+    assert engine.stats().prefix_hit_tokens == 3 * lead, "in the next turn the first image is found, too"
+
+
+def test_several_answers_share_an_image(made: Made, worker: Worker) -> None:
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    prompt = made.prompt([BEGIN, 5, IMAGE, 7], [SQUARE])
+    (output,) = run(engine_for(worker), [(prompt, params)])
+    assert len({each.token_ids for each in output.outputs}) > 1
+    (first,) = run(engine_for(worker), [(prompt, dataclasses.replace(params, n=1))])
+    assert first.outputs[0].token_ids == output.outputs[0].token_ids
+
+
+@pytest.mark.parametrize("how", [
+    {"dtype": "bfloat16"}, {"kv_cache_dtype": "int8"}, {"quant": "int8"}, {"quant": "int4:group=32"},
+], ids=str)  # fmt: skip
+def test_fewer_bits_are_near(how: dict[str, Any], made: Made) -> None:
+    worker = worker_for(made.folder, **{"dtype": "float32", "num_blocks": 32} | how)
+    ids = [BEGIN, 5, IMAGE, *range(60, 70)]
+    (output,) = run(engine_for(worker), [(made.prompt(ids, [SQUARE]), greedy(1, logprobs=20))])
+    top = dict(output.outputs[0].logprobs[0].top)  # type: ignore[index]
+    truth = made.logprobs(ids, [SQUARE])[-1]
+    assert max(abs(truth[token].item() - logprob) for token, logprob in top.items()) < (1.2 if "int4" in str(how) else 0.3)
+
+
+def test_guesses_change_no_token(made: Made, worker: Worker) -> None:
+    requests = [(made.prompt(*asked), greedy(24)) for asked in ASKED[:3]]
+    plain = run(engine_for(worker), requests)
+    guessing = worker_for(made.folder, dtype="float32", num_blocks=64, num_speculative_tokens=3)
+    found = run(engine_for(guessing, num_speculative_tokens=3), requests)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.metrics.num_held_tokens for each in found) > 0
+
+
+def test_two_processes_write_the_same(made: Made, worker: Worker) -> None:
+    requests = [(made.prompt(*asked), greedy(6, logprobs=0)) for asked in ASKED[1:5]]
+    divided = worker_for(made.folder, dtype="float32", num_blocks=64, tensor_parallel_size=2, threads=1)
+    try:
+        found = run(engine_for(divided), requests)
+    finally:
+        divided.close()
+    for one, other in zip(found, run(engine_for(worker), requests), strict=True):
+        assert logprobs_of(one) == pytest.approx(logprobs_of(other), abs=1e-5)
+
+
+def test_requests_choose_adapters_of_layers_that_look(made: Made, tmp_path: Path) -> None:
+    """Beside others who choose none, and what is kept of an image is by the adapter, too."""
+    generator = torch.Generator().manual_seed(0)
+    sides = {}
+    merged = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    for part in ("cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj", "mlp.down_proj"):
+        name = f"model.language_model.layers.1.{part}"
+        rows, width = merged[f"{name}.weight"].shape
+        a, b = torch.randn(2, width, generator=generator), 0.3 * torch.randn(rows, 2, generator=generator)
+        sides |= {f"base_model.model.{name}.lora_A.weight": a, f"base_model.model.{name}.lora_B.weight": b}
+        merged[f"{name}.weight"] += b @ a
+    (tmp_path / "own").mkdir()
+    save_file(sides, tmp_path / "own" / "adapter_model.safetensors")
+    (tmp_path / "own" / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    worker = worker_for(made.folder, dtype="float32", num_blocks=64, lora_modules=(LoraModule("own", str(tmp_path / "own")),))
+    engine = engine_for(worker, lora_modules=(LoraModule("own", str(tmp_path / "own")),))
+    prompt = made.prompt([BEGIN, 5, IMAGE, 7], [WIDE])
+    chosen = greedy(8, logprobs=0, lora=(("own", 1.0),))
+    found = run(engine, [(prompt, chosen), (prompt, greedy(8, logprobs=0)), ([5, 6], greedy(8, logprobs=0))])
+    made.check(prompt, found[1])
+    kept = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
+    made.model.load_state_dict(merged)
+    try:
+        made.check(prompt, found[0])
+    finally:
+        made.model.load_state_dict(kept)
+    assert logprobs_of(found[0]) != logprobs_of(found[1])
