@@ -23,7 +23,17 @@ from hypothesis import strategies as st
 from PIL import Image as pillow
 from safetensors.torch import load_file, save_file
 
-from engines import SMALL, check_that_no_bit_changes, engine_for, greedy, logprobs_of, random_model, run, save, worker_for
+from engines import (
+    SMALL,
+    check_that_no_bit_changes,
+    engine_for,
+    greedy,
+    logprobs_of,
+    random_model,
+    run,
+    save,
+    worker_for,
+)
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url
 from nanovllm_cli.config import LoraModule
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
@@ -438,3 +448,225 @@ def test_requests_choose_adapters_of_layers_that_look(made: Made, tmp_path: Path
     finally:
         made.model.load_state_dict(kept)
     assert logprobs_of(found[0]) != logprobs_of(found[1])
+
+
+# ---- at the doors ----
+
+
+def said(*parts: str | bytes, role: str = "user") -> dict[str, Any]:
+    """A message of texts and images' files."""
+    content = [{"type": "text", "text": part} if isinstance(part, str) else
+               {"type": "image_url", "image_url": {"url": data_url(part)}} for part in parts]  # fmt: skip
+    return {"role": role, "content": content}
+
+
+def in_bytes(text: str) -> list[int]:
+    for i, word in enumerate(WORDS):
+        text = text.replace(word, chr(0xE000 + i))
+    return [256 + ord(each) - 0xE000 if ord(each) >= 0xE000 else ord(each) for each in text]
+
+
+def test_a_chat_of_several_turns_is_what_transformers_writes(made: Made) -> None:
+    files = [saved(pillow.fromarray(colours(*sides, 3, i)), "PNG") for i, sides in enumerate([(50, 31), (9, 80), (12, 12)])]
+    (one,), (two,), (three,) = (read_image(file, made.vision, "it").images for file in files)
+    assert (grid_of(one), grid_of(two), grid_of(three)) == ((2, 2), (1, 4), (1, 1))
+    turns = [said("Hello"), said("Hi", role="assistant"), said(files[0], "What?"), said("A", role="assistant"),
+             said(files[1], files[2], "And these?")]  # fmt: skip
+    texts = ["<|begin|>user:Hello<|end|>\nassistant:", "<|begin|>user:Hello<|end|>\nassistant:Hi<|end|>\nuser:<|image|>What?"]
+    texts[1] += "<|end|>\nassistant:"
+    texts.append(f"{texts[1]}A<|end|>\nuser:<|image|><|image|>And these?<|end|>\nassistant:")
+    asked = [(1, texts[0], []), (3, texts[1], [one]), (5, texts[2], [one, two, three])]
+    with LLM(made.folder, config=EngineConfig(threads=2, dtype="float32", max_num_batched_tokens=24)) as llm:
+        for count, text, images in asked:
+            prompt = llm.encode_chat(turns[:count])
+            assert list(prompt) == list(made.prompt(in_bytes(text), images))
+            assert prompt.images == made.prompt(in_bytes(text), images).images
+            (output,) = llm.chat(turns[:count], greedy(8, logprobs=0))
+            made.check(prompt, output)
+
+
+def test_commands_see(made: Made, doors: Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    for name, sides in (("a", (30, 40)), ("b", (9, 80))):
+        (tmp_path / f"{name}.png").write_bytes(saved(pillow.fromarray(colours(*sides, 3)), "PNG"))
+    answers = []
+    for words in (("--image", "a.png"), ("--image", "b.png"), ("--image", "a.png", "--image", "b.png"), ()):
+        code, out, err = doors.command("run", str(made.folder), *words, "What?", "-t", "2", "-n", "8", "--temp", "0", "-q")
+        assert code == 0, err
+        answers.append(out)
+    assert len(set(answers)) == 4
+    code, out, err = doors.command("models", "show", str(made.folder))
+    assert (code, "68 tokens at most for each" in out) == (0, True), out + err
+    code, out, err = doors.command("plan", str(made.folder))
+    assert (code, "images are read by a part that takes more" in out) == (0, True), out + err
+    code, out, err = doors.command("convert", str(made.folder), "-o", str(tmp_path / "it.gguf"))
+    assert (out, "GGUF has no Llama that sees" in err) == ("", True)
+    assert not (tmp_path / "it.gguf").exists()
+    code, _, err = doors.command("quantize", str(made.folder), "--to", "int8", "--algorithm", "gptq", "-o", str(tmp_path / "8"))
+    assert (code != 0, "texts alone pass some layers by" in err) == (True, True), err
+
+
+def test_a_folder_of_fewer_bits_sees(made: Made, doors: Doors, tmp_path: Path) -> None:
+    code, _, err = doors.command("quantize", str(made.folder), "--to", "int8", "-o", str(tmp_path / "8"), "--no-verify")
+    assert code == 0, err
+    tensors = load_file(tmp_path / "8" / "model.safetensors")
+    place = "language_model.model.layers.1.cross_attn"
+    assert {tensors[f"{place}.{part}_proj.weight"].dtype for part in "qkvo"} == {torch.int8}
+    worker = worker_for(tmp_path / "8", dtype="float32", num_blocks=32)
+    ids = [BEGIN, 5, IMAGE, 9]
+    (output,) = run(engine_for(worker), [(made.prompt(ids, [TALL]), greedy(1, logprobs=20))])
+    truth = made.logprobs(ids, [TALL])[-1]
+    for token, logprob in output.outputs[0].logprobs[0].top:  # type: ignore[index]
+        assert abs(truth[token].item() - logprob) < 0.3
+
+
+@pytest.mark.parametrize("form", ["as published", "nested"])
+def test_names_are_read_as_published_and_as_saved_since(form: str, made: Made, tmp_path: Path) -> None:
+    """A folder has had its tensors under two beginnings."""
+    tensors = load_file(made.folder / "model.safetensors")
+    plain = {name.replace("model.language_model.", "language_model.model.").removeprefix("model."): tensor
+             for name, tensor in tensors.items()}  # fmt: skip
+    plain = {name.replace("lm_head", "language_model.lm_head") if name == "lm_head.weight" else name: each
+             for name, each in plain.items()}  # fmt: skip
+    if form == "nested":
+        moved = {"language_model.model.": "model.language_model.", "language_model.lm_head": "lm_head",
+                 "vision_model.": "model.vision_model.", "multi_modal": "model.multi_modal"}  # fmt: skip
+        plain = {next((new + name.removeprefix(old) for old, new in moved.items() if name.startswith(old)), name): each
+                 for name, each in plain.items()}  # fmt: skip
+    for file in made.folder.iterdir():
+        (tmp_path / file.name).write_bytes(file.read_bytes())
+    save_file(plain, tmp_path / "model.safetensors")
+    prompt = made.prompt([BEGIN, IMAGE, 5], [ONE])
+    (output,) = run(engine_for(worker_for(tmp_path, dtype="float32", num_blocks=16)), [(prompt, greedy(3, logprobs=0))])
+    made.check(prompt, output)
+
+
+# ---- what is refused ----
+
+
+def changed(part: str, **own: Any) -> dict[str, Any]:
+    return AS_PUBLISHED | {part: {key: each for key, each in (AS_PUBLISHED[part] | own).items() if each is not ...}}
+
+
+@pytest.mark.parametrize(("config", "images", "words"), [
+    (changed("vision_config", hidden_act="relu"), {}, "activation 'relu'"),
+    (changed("vision_config", model_type="clip_vision_model"), {}, "a tower of the kind 'clip_vision_model'"),
+    (changed("vision_config", num_channels=1), {}, "three colours"),
+    (changed("vision_config", supported_aspect_ratios=[[1, 1], [1, 2]]), {}, "supported_aspect_ratios"),
+    (changed("vision_config", intermediate_layers_indices=[7, 3, 15, 23, 30]), {}, "not in order"),
+    (AS_PUBLISHED, {"do_pad": False}, "do_pad false"),
+    (AS_PUBLISHED, {"do_resize": False}, "do_resize false"),
+    (AS_PUBLISHED, {"resample": 0}, "resample 0"),
+])  # fmt: skip
+def test_what_no_tower_here_can_be(config: dict[str, Any], images: dict[str, Any], words: str) -> None:
+    with pytest.raises(UnsupportedError, match=words):
+        read(config, images)
+
+
+@pytest.mark.parametrize(("config", "images", "words"), [
+    (changed("vision_config", vision_output_dim=1280), {}, "'vision_output_dim' is 1280, where 6 layers of 1280"),
+    (changed("vision_config", image_size=561), {}, "don't divide into patches of 14"),
+    (changed("vision_config", attention_heads=7), {}, "7 heads can't share 1280"),
+    (changed("vision_config", num_global_layers=1 << 20), {}, "1048576 layers"),
+    (changed("vision_config", num_global_layers=-1), {}, "num_global_layers"),
+    (changed("vision_config", max_num_tiles=65, supported_aspect_ratios=...), {}, "65 tiles of 560 x 560"),
+    (changed("vision_config", max_num_tiles=3, supported_aspect_ratios=...), {"max_image_tiles": 4}, "'max_image_tiles' is 4"),
+    (changed("vision_config", intermediate_layers_indices=[3, 32]), {}, "a list of layers, of 32"),
+    (changed("vision_config", intermediate_layers_indices=[True]), {}, "a list of layers, of 32"),
+    (changed("vision_config", intermediate_layers_indices="all"), {}, "a list of layers, of 32"),
+    (AS_PUBLISHED, {"size": {"height": 448, "width": 448}}, "pieces of 560 x 560 pixels, not"),
+    (AS_PUBLISHED, {"image_std": [0.5, 0.5, 0.0]}, "image_std"),
+])  # fmt: skip
+def test_what_contradicts_itself(config: dict[str, Any], images: dict[str, Any], words: str) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        read(config, images)
+
+
+@pytest.mark.parametrize(("layers", "words"), [
+    ([3, 40], "a list of layers, of 40"), ([3, 3], "names a layer twice"), ([-1], "a list of layers"), ("3", "a list of layers"),
+    ([3.0], "a list of layers"), (list(range(21)), "21 of 40 layers look at images"), (list(range(40)), "40 of 40 layers"),
+])  # fmt: skip
+def test_layers_that_can_not_look(layers: Any, words: str) -> None:
+    config = changed("text_config", cross_attention_layers=layers)
+    with pytest.raises((CheckpointError, UnsupportedError), match=words):
+        spec_from_hf(config, hf_family(config))
+
+
+def test_images_lie_in_front_of_a_prompt(made: Made, worker: Worker) -> None:
+    assert worker.sight is not None
+    seeing = Seeing(worker.sight.senses, IMAGE, None, 1)
+    good = made.prompt([3, IMAGE, 4, IMAGE, IMAGE], [ONE, WIDE, ONE])
+    first, second, third = good.images
+    assert checked_images(seeing, good, tuple(good), None) == good.images
+    salted = checked_images(seeing, good, tuple(good), "somebody")
+    assert [each.shown for each in salted] == [each.shown for each in good.images]
+    assert {each.image.digest for each in salted}.isdisjoint(each.image.digest for each in good.images)
+    square, tall = Image.of(8, 8, bytes(192)), made.vision.placed(an_image(3, 3), 0)
+    for prompt, told in (
+        (TokenIds([IMAGE, 5]), "1 tokens of the prompt stand for images, which it has for 0"),
+        (TokenIds([*good, IMAGE], good.images), "lie in front of it"),
+        (TokenIds(list(good)[1:], good.images), "lie in front of it"),
+        (TokenIds([5, *list(good)[1:]], good.images), "lie in front of it"),
+        (TokenIds(good, (first, third, second)), "lie in front of it"),
+        (TokenIds(good, good.images[:2]), "lie in front of it"),
+        (TokenIds(good, (first, second, third._replace(shown=None))), "lie in front of it"),
+        (TokenIds(good, (first._replace(behind=0), second, third)), "lie in front of it"),
+        (TokenIds(good, (first, second._replace(columns=ROWS), third)), "lie in front of it"),
+        (made.prompt([IMAGE], [square]), "of a size that the model's vision gives"),
+        (TokenIds([*[IMAGE] * 160, IMAGE], led([tall], [IMAGE], IMAGE)), "of a size that the model's vision gives"),
+    ):  # fmt: skip
+        with pytest.raises(UsageError, match=told):
+            checked_images(seeing, prompt, tuple(prompt), None)
+    with pytest.raises(UnsupportedError, match="prompt_logprobs"):
+        engine_for(worker).add("1", good, greedy(3, prompt_logprobs=1))
+
+
+def test_what_the_rest_is_refused_with(made: Made, tmp_path: Path) -> None:
+    with open_checkpoint(made.folder) as checkpoint:
+        spec = read_spec(checkpoint, open_reader(checkpoint))
+    platform = CudaPlatform.__new__(CudaPlatform)
+    platform.config = EngineConfig()
+    with pytest.raises(UnsupportedError, match="on a GPU"):
+        platform.backend(spec, torch.float16)
+    with pytest.raises(UnsupportedError, match="a draft model beside one whose layers attend"):
+        worker_for(made.folder, dtype="float32", draft_model=str(made.folder))
+
+
+@pytest.mark.parametrize(("name", "how", "words"), [
+    ("language_model.layers.1.cross_attn_attn_gate", None, "cross_attn_attn_gate"),
+    ("language_model.layers.4.cross_attn.k_norm.weight", None, "cross_attn.k_norm"),
+    ("language_model.layers.1.cross_attn.q_proj.weight", lambda each: each[:-1], "cross_attn.q_proj"),
+])  # fmt: skip
+def test_a_broken_text_model(
+    name: str, how: Callable[[torch.Tensor], torch.Tensor] | None, words: str, made: Made, tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        worker_for(broken(made, tmp_path, name, how), dtype="float32", num_blocks=16)
+
+
+@pytest.mark.parametrize(("name", "how"), [
+    ("vision_model.gated_positional_embedding.gate", None), ("vision_model.global_transformer.layers.1.gate_ffn", None),
+    ("vision_model.gated_positional_embedding.tile_embedding.weight", lambda each: each[1:]),
+    ("multi_modal_projector.weight", lambda each: each[:, 1:]), ("vision_model.class_embedding", lambda each: each[None]),
+])  # fmt: skip
+def test_with_a_broken_tower_it_reads_texts(
+    name: str, how: Callable[[torch.Tensor], torch.Tensor] | None, made: Made, tmp_path: Path
+) -> None:
+    worker = worker_for(broken(made, tmp_path, name, how), dtype="float32", num_blocks=16)
+    assert worker.sight is None
+    (output,) = run(engine_for(worker), [([5, 6, 7], greedy(4, logprobs=0))])
+    made.check(TokenIds([5, 6, 7]), output)
+    with pytest.raises(NanovllmError, match="reads no images"):
+        engine_for(worker).add("1", made.prompt([IMAGE], [ONE]), greedy(3))
+
+
+def broken(made: Made, folder: Path, name: str, how: Callable[[torch.Tensor], torch.Tensor] | None) -> Path:
+    tensors = load_file(made.folder / "model.safetensors")
+    (there,) = [each for each in tensors if each.endswith(name) or each.replace("model.layers", "layers").endswith(name)]
+    tensor = tensors.pop(there)
+    if how is not None:
+        tensors[there] = how(tensor).contiguous()
+    (folder / "config.json").write_bytes((made.folder / "config.json").read_bytes())
+    (folder / "preprocessor_config.json").write_text(json.dumps(IMAGES))
+    save_file(tensors, folder / "model.safetensors")
+    return folder
