@@ -439,15 +439,16 @@ def test_requests_choose_adapters_of_layers_that_look(made: Made, tmp_path: Path
     engine = engine_for(worker, lora_modules=(LoraModule("own", str(tmp_path / "own")),))
     prompt = made.prompt([BEGIN, 5, IMAGE, 7], [WIDE])
     chosen = greedy(8, logprobs=0, lora=(("own", 1.0),))
-    found = run(engine, [(prompt, chosen), (prompt, greedy(8, logprobs=0)), ([5, 6], greedy(8, logprobs=0))])
+    found = run(engine, [([5, 6], greedy(8, logprobs=0)), (prompt, greedy(8, logprobs=0)), (prompt, chosen)])
+    made.check(TokenIds([5, 6]), found[0])
     made.check(prompt, found[1])
     kept = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     made.model.load_state_dict(merged)
     try:
-        made.check(prompt, found[0])
+        made.check(prompt, found[2])
     finally:
         made.model.load_state_dict(kept)
-    assert logprobs_of(found[0]) != logprobs_of(found[1])
+    assert logprobs_of(found[2]) != logprobs_of(found[1])
 
 
 # ---- at the doors ----
@@ -580,6 +581,17 @@ def test_what_no_tower_here_can_be(config: dict[str, Any], images: dict[str, Any
 def test_what_contradicts_itself(config: dict[str, Any], images: dict[str, Any], words: str) -> None:
     with pytest.raises(CheckpointError, match=words):
         read(config, images)
+
+
+def test_each_layer_that_looks_has_a_cache_of_its_own() -> None:
+    """Another layer's; so up to half of them can."""
+    for layers in ([0], [0, 1, 2], [38, 39], [7, 5, 6], list(range(20)), list(range(20, 40)), []):
+        config = changed("text_config", cross_attention_layers=layers)
+        model = spec_from_hf(config, hf_family(config))
+        looks = {i: block.looks.keeper for i, block in enumerate(model.blocks) if block.looks is not None}
+        assert sorted(looks) == sorted(layers)
+        assert len(set(looks.values()) - set(layers)) == len(layers)
+        assert all((block.mixer is None) == (i in looks) for i, block in enumerate(model.blocks))
 
 
 @pytest.mark.parametrize(("layers", "words"), [
