@@ -11,7 +11,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -195,6 +195,13 @@ def grid_of(image: Image) -> tuple[int, int]:
 def an_image(lines: int, columns: int, seed: int = 0) -> Image:
     numbers = np.random.default_rng((lines, columns, seed))
     return Image.of(lines * SIDE, columns * SIDE, numbers.bytes(3 * lines * columns * SIDE**2))
+
+
+@pytest.fixture(autouse=True)
+def no_step_fails(caplog: pytest.LogCaptureFixture) -> Iterator[None]:
+    """An engine computes the halves of one that does, and nobody would see it."""
+    yield
+    assert not [each.message for each in caplog.get_records("call") if each.name.endswith("stepper")]
 
 
 @pytest.fixture(scope="module")
