@@ -104,6 +104,9 @@ IMAGES: dict[str, Any] = {
 }  # fmt: skip
 
 
+Requests = list[tuple[list[int], SamplingParams]]
+
+
 def mllama() -> Any:
     from transformers import AutoModelForImageTextToText, MllamaConfig
 
@@ -359,7 +362,7 @@ def test_texts_are_what_transformers_writes(ids: list[int], images: list[Image],
 def test_neither_steps_nor_neighbours_change_a_bit(made: Made, worker: Worker) -> None:
     """Alone, cut anywhere, beside others who see something or nothing, recorded or not, behind a found prefix, and computed again
     after a preemption; and so it is what transformers writes."""
-    requests = [(made.prompt(*asked), greedy(12, logprobs=0)) for asked in ASKED]
+    requests: Requests = [(made.prompt(*asked), greedy(12, logprobs=0)) for asked in ASKED]
     num_blocks = sum(-(-len(prompt) // 16) for prompt, _ in requests) + 2
     alone = check_that_no_bit_changes(worker, requests, num_blocks)
     for (prompt, _), output in zip(requests, alone, strict=True):
@@ -409,7 +412,7 @@ def test_fewer_bits_are_near(how: dict[str, Any], made: Made) -> None:
 
 
 def test_guesses_change_no_token(made: Made, worker: Worker) -> None:
-    requests = [(made.prompt(*asked), greedy(24)) for asked in ASKED[:3]]
+    requests: Requests = [(made.prompt(*asked), greedy(24)) for asked in ASKED[:3]]
     plain = run(engine_for(worker), requests)
     guessing = worker_for(made.folder, dtype="float32", num_blocks=64, num_speculative_tokens=3)
     found = run(engine_for(guessing, num_speculative_tokens=3), requests)
@@ -418,7 +421,7 @@ def test_guesses_change_no_token(made: Made, worker: Worker) -> None:
 
 
 def test_two_processes_write_the_same(made: Made, worker: Worker) -> None:
-    requests = [(made.prompt(*asked), greedy(6, logprobs=0)) for asked in ASKED[1:5]]
+    requests: Requests = [(made.prompt(*asked), greedy(6, logprobs=0)) for asked in ASKED[1:5]]
     divided = worker_for(made.folder, dtype="float32", num_blocks=64, tensor_parallel_size=2, threads=1)
     try:
         found = run(engine_for(divided), requests)
@@ -431,7 +434,7 @@ def test_two_processes_write_the_same(made: Made, worker: Worker) -> None:
 def test_requests_choose_adapters_of_layers_that_look(made: Made, tmp_path: Path) -> None:
     """Beside others who choose none, and what is kept of an image is by the adapter, too."""
     generator = torch.Generator().manual_seed(0)
-    sides = {}
+    sides: dict[str, torch.Tensor] = {}
     merged = {name: tensor.clone() for name, tensor in made.model.state_dict().items()}
     for part in ("cross_attn.q_proj", "cross_attn.k_proj", "cross_attn.v_proj", "mlp.down_proj"):
         name = f"model.language_model.layers.1.{part}"
