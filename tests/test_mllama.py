@@ -531,9 +531,9 @@ def test_a_folder_of_fewer_bits_sees(made: Made, doors: Doors, tmp_path: Path) -
         assert abs(truth[token].item() - logprob) < 0.3
 
 
-@pytest.mark.parametrize("form", ["as published", "nested"])
+@pytest.mark.parametrize("form", ["as published", "nested", "MLX's"])
 def test_names_are_read_as_published_and_as_saved_since(form: str, made: Made, tmp_path: Path) -> None:
-    """A folder has had its tensors under two beginnings."""
+    """Under two beginnings, and as mlx-vlm writes them."""
     tensors = load_file(made.folder / "model.safetensors")
     plain = {name.replace("model.language_model.", "language_model.model.").removeprefix("model."): tensor
              for name, tensor in tensors.items()}  # fmt: skip
@@ -544,6 +544,9 @@ def test_names_are_read_as_published_and_as_saved_since(form: str, made: Made, t
                  "vision_model.": "model.vision_model.", "multi_modal": "model.multi_modal"}  # fmt: skip
         plain = {next((new + name.removeprefix(old) for old, new in moved.items() if name.startswith(old)), name): each
                  for name, each in plain.items()}  # fmt: skip
+    if form == "MLX's":
+        plain = {name.replace("vision_model.", "vision_tower."): each for name, each in plain.items()}
+        plain["vision_tower.patch_embedding.weight"] = plain["vision_tower.patch_embedding.weight"].movedim(1, -1).contiguous()
     for file in made.folder.iterdir():
         (tmp_path / file.name).write_bytes(file.read_bytes())
     save_file(plain, tmp_path / "model.safetensors")
