@@ -245,7 +245,11 @@ def test_it_is_as_published() -> None:
         assert text + norms + sum(map(math.prod, tower_shapes(vision.tower).values())) == count
     assert (vision.tower.num_layers, vision.tower.num_stages, vision.least_tokens) == (40, 40, 1601)
     assert (vision.size.tile, vision.size.resample, most_rows(vision), most_tokens(vision)) == (560, "bilinear", 6404, 6404)
-    assert vision.limited(1) == vision, "its tokens are no part of a text"
+    assert [vision.limited(most).size.most_tiles for most in (1, 1601, 3201, 3202, 6403, 6404)] == [1, 1, 1, 2, 3, 4]
+    assert (vision.limited(3202).tower, most_tokens(vision.limited(3202))) == (vision.tower, 3202)
+    usual = EngineConfig().image_max_tokens
+    assert vision.limited(vision.asked(usual, usual)) == vision, "its tokens are no part of a text"
+    assert vision.limited(vision.asked(usual - 1, usual)).size.most_tiles == 2
     less = {key: value for key, value in AS_PUBLISHED["text_config"].items() if key != "cross_attention_layers"}
     model = spec_from_hf(AS_PUBLISHED | {"text_config": less}, hf_family(AS_PUBLISHED))
     assert [i for i, block in enumerate(model.blocks) if block.looks] == AS_PUBLISHED["text_config"]["cross_attention_layers"]
@@ -644,6 +648,23 @@ def test_images_lie_in_front_of_a_prompt(made: Made, worker: Worker) -> None:
             checked_images(seeing, prompt, tuple(prompt), None)
     with pytest.raises(UnsupportedError, match="prompt_logprobs"):
         engine_for(worker).add("1", good, greedy(3, prompt_logprobs=1))
+
+
+def test_an_image_has_no_more_tiles_than_it_may(made: Made) -> None:
+    data = saved(pillow.fromarray(colours(60, 60, 3)), "PNG")
+    for most, grid in ((4096, (2, 2)), (2 * ROWS, (1, 1)), (ROWS - 1, (1, 1))):
+        worker = worker_for(made.folder, dtype="float32", num_blocks=16, image_max_tokens=most)
+        assert worker.sight is not None
+        vision = worker.sight.senses.vision
+        assert vision is not None
+        (image,) = read_image(data, vision, "it").images
+        assert grid_of(image) == grid
+        prompt, seeing = made.prompt([IMAGE], [SQUARE]), Seeing(worker.sight.senses, IMAGE, None, 1)
+        if most == 4096:
+            assert checked_images(seeing, prompt, tuple(prompt), None) == prompt.images
+            continue
+        with pytest.raises(UsageError, match="of a size that the model's vision gives"):
+            checked_images(seeing, prompt, tuple(prompt), None)
 
 
 def test_what_the_rest_is_refused_with(made: Made, tmp_path: Path) -> None:

@@ -144,7 +144,10 @@ class SizeRule:
             pages = [self, *(replace(self, longest_side=side) for side in self.smaller)]
             page = next((page for page in pages if page.page_tokens(cell, 0) <= most), pages[-1])
             size = replace(page, most_tiles=max(counts, default=0))
-        elif self.kind == "canvas" and not self.together:  # whose tokens are no part of a text
+        elif self.together:
+            tiles = max(1, most // ((self.tile // cell) ** 2 + 1))
+            size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "canvas":
             tiles = max(1, most // (self.tile // cell) ** 2 - 1)
             dense = None if self.dense is None else self.dense._replace(tiles=min(self.dense.tiles, tiles))
             least, more = min(self.least_tiles, tiles), min(self.most_tiles, tiles)

@@ -333,6 +333,11 @@ class VisionSpec:
         """Whether images lie in front of a prompt; see `leading.py`."""
         return self.tower.tiles is not None
 
+    def asked(self, most: int, usual: int) -> int:
+        """So many tokens of an image at the most, `usual` being what nobody has asked for: those in front of a text are no part
+        of it, and are fewer only where somebody wants fewer."""
+        return 1 << 31 if self.leads and most >= usual else most
+
     @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
@@ -376,7 +381,7 @@ class VisionSpec:
             plain = placed._replace(moment=None) if self.markers is None else placed._replace(canvas=None)
             plain = plain._replace(behind=0) if self.prefix or self.leads else plain
             plain = plain._replace(shown=None) if self.leads else plain
-            if self.tower.tiles is not None and (height // size.tile, width // size.tile) not in self.tower.tiles.grids:
+            if self.leads and (height // size.tile) * (width // size.tile) > size.most_tiles:
                 return False
             if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * frames * height * width == len(pixels):
                 return False
