@@ -46,10 +46,11 @@ from nanovllm_cli.leading import lead_in, led
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.models.tower import Tower
+from nanovllm_cli.models.tower import Tower, tower_dtype, tower_of, work_bytes
 from nanovllm_cli.models.tower_attention import TorchAttention, Windows, attention
 from nanovllm_cli.models.tower_shapes import tower_shapes
 from nanovllm_cli.models.towers import tower_family
+from nanovllm_cli.tiles_spec import TilesSpec
 from nanovllm_cli.vision_spec import Image, PlacedImage, TokenIds, VisionSpec
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
@@ -59,6 +60,7 @@ from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
+from test_tower_memory import Held
 
 pytest.importorskip("transformers")
 WORDS = ["<|end|>", "<|begin|>", "<|image|>"]
@@ -308,6 +310,21 @@ def test_rows_are_those_of_transformers(made: Made) -> None:
             expected = made.model.model.multi_modal_projector(seen)[0, 0, : math.prod(grid)].flatten(0, 1)
             torch.testing.assert_close(tower(image).rows, expected, rtol=1e-4, atol=1e-4)
     assert not isinstance(tower, Tower)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])
+def test_what_an_image_takes_is_told(dtype: torch.dtype) -> None:
+    """Not less memory than there is at once, and not much more; and multiplications: there are always as many rows."""
+    spec = read(AS_PUBLISHED, {})
+    small = {"hidden_size": 160, "intermediate_size": 640, "num_heads": 4, "positions": 64, "out_size": 480, "num_layers": 8}
+    tower = dataclasses.replace(spec.tower, **small, tiles=TilesSpec(4, 2, (0, 1, 2, 3, 4)))
+    tensors = {name: torch.full(shape, 0.01, dtype=tower_dtype(name, dtype)) for name, shape in tower_shapes(tower).items()}
+    sees, image = tower_of(tower, tensors, (spec.mean, spec.std)), Image.of(224, 224, bytes(3 * 224**2))
+    with torch.inference_mode(), Held() as held:
+        sees(image)
+    assert held.most <= work_bytes(tower, 0, dtype) <= 1.5 * held.most
+    rows = 4 * 72
+    assert tower.layer_work(image) == rows * 160 * (4 * 160 + 2 * 640) + 2 * rows**2 * 160
 
 
 def test_what_does_not_see_itself_is_alike_elsewhere() -> None:
