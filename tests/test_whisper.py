@@ -5,11 +5,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
 from listening import (
@@ -30,7 +32,7 @@ from listening import (
     whisper,
     whisper_folder,
 )
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, LoraModule
 from nanovllm_cli.constraint import TranscriptRules
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
@@ -151,6 +153,32 @@ def test_guesses_change_no_token(worker: Worker, folder: Path, spec: HearingSpec
     found = run(engine, requests)
     assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
     assert sum(each.metrics.num_held_tokens for each in found) > 0
+
+
+def test_requests_choose_adapters_of_what_is_kept_of_a_sound(folder: Path, spec: HearingSpec, tmp_path: Path) -> None:
+    """Beside others who choose none."""
+    weight = whisper().model.decoder.layers[0].encoder_attn.k_proj.weight
+    generator = torch.Generator().manual_seed(0)
+    a, b = torch.randn(2, weight.shape[1], generator=generator), torch.randn(weight.shape[0], 2, generator=generator)
+    place = "base_model.model.model.decoder.layers.0.encoder_attn.k_proj"
+    save_file({f"{place}.lora_A.weight": a, f"{place}.lora_B.weight": b}, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    modules = (LoraModule("own", str(tmp_path)),)
+    worker = worker_for(folder, dtype="float32", num_blocks=32, lora_modules=modules)
+    prompt = prompt_of(spec, a_window(), BEGINS)
+    asked = [(prompt, greedily(6, logprobs=0)), (prompt, greedily(6, logprobs=0, lora=(("own", 1.0),)))]
+    found = run(engine_for(worker, lora_modules=modules), asked)
+    assert [each.outputs[0].error for each in found] == [None, None]
+    plain, chosen = (torch.tensor(logprobs_of(each)) for each in found)
+    first, text = ((*BEGINS, *each.outputs[0].token_ids) for each in found)
+    torch.testing.assert_close(plain, expected(0, first)[3:-1].max(-1).values, rtol=0, atol=1e-4)
+    with torch.inference_mode():
+        before = weight.clone()
+        weight += b @ a
+        logits = whisper()(input_features=features(a_window()), decoder_input_ids=torch.tensor([text])).logits[0]
+        weight.copy_(before)
+    torch.testing.assert_close(chosen, logits.log_softmax(-1)[3:-1].max(-1).values, rtol=0, atol=1e-4)
+    assert not torch.equal(plain, chosen)
 
 
 def test_int8_while_loading(folder: Path, spec: HearingSpec) -> None:

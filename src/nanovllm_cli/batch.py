@@ -57,6 +57,9 @@ class Batch:
     segments     [T] int64 or None; which of two texts that are read together each token is of, 0 or 1; None: all are of the first
     images       what takes the place of some tokens' embeddings, on the device already, or None
     whole        tokens of images that see all of theirs, which this step has to its end, or None
+    looks        [T, 2] int32 or None; of each token, the first of those in front of its text that stand for what it sees, and how
+                 many rows that are (`leading.py`), 0: none; None: nobody sees anything
+    leads        [B] int32, where looks are; tokens in front of each sequence's text
     lora         [T, A] fp32 or None; what each token takes of each adapter that requests choose from; None: nobody takes any
     hidden       [T, hidden] or None; on the device already: what `models/mtp.py` reads beside the tokens
     near_slots   [T] int64, and near_tables [B, P] int32, what slots and block_tables are for layers with a window, where their
@@ -75,6 +78,8 @@ class Batch:
     states: torch.Tensor
     token_table: torch.Tensor | None = None
     segments: torch.Tensor | None = None
+    looks: torch.Tensor | None = None
+    leads: torch.Tensor | None = None
     lora: torch.Tensor | None = None
     near_slots: torch.Tensor | None = None
     near_tables: torch.Tensor | None = None
@@ -130,6 +135,8 @@ class Batch:
             block_tables=self.block_tables[owners],
             logit_rows=torch.arange(len(rows)),
             states=self.states[owners],
+            looks=None if self.looks is None else self.looks[rows],
+            leads=None if self.leads is None else self.leads[owners],
             lora=None if self.lora is None else self.lora[rows],
             near_slots=None if self.near_slots is None else self.near_slots[rows],
             near_tables=None if self.near_tables is None else self.near_tables[owners],
@@ -153,6 +160,12 @@ class Batch:
             block_tables=taken.block_tables.gather(1, columns.clamp_max(width - 1)),
             logit_rows=self.logit_rows,
         )
+
+    @property
+    def lookers(self) -> torch.Tensor | None:
+        """Rows of tokens that see something in front of their texts [n] int64; None where none does."""
+        rows = None if self.looks is None else (self.looks[:, 1] > 0).nonzero()[:, 0]
+        return rows if rows is not None and len(rows) else None
 
     @property
     def num_tokens(self) -> int:

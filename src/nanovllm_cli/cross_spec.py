@@ -1,4 +1,4 @@
-"""Attention to what an encoder has made, beside a layer's own, as plain values."""
+"""Attention to what an encoder has made, beside a layer's own or instead of it, as plain values."""
 
 from __future__ import annotations
 
@@ -23,6 +23,21 @@ class CrossSpec:
     def lead(self) -> int:
         """Tokens in front of a sequence."""
         return lead_of(self.rows)
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Numbers in it, in a model of this width; norms left out."""
+        return self.attention.num_weights(hidden_size)
+
+
+@dataclass(frozen=True, slots=True)
+class LookSpec:
+    """Attention to images, of a layer that has no other (Llama 3.2): x += tanh(a) * cross(norm(x)), and its MLP, too, times the
+    tanh of a number. A token sees the last images in front of it (`leading.py`); those that see none pass the layer by. queries
+    and keys have a norm a head. attention: its heads; it has no positions. keeper: the layer with attention of its own in whose
+    cache its keys and values lie, where tokens in front of all others stand for an image's rows."""
+
+    attention: AttentionSpec
+    keeper: int
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""

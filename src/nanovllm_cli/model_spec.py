@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
-from nanovllm_cli.cross_spec import CrossSpec
+from nanovllm_cli.cross_spec import CrossSpec, LookSpec
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, attention_in, state_in
 from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.norm_spec import NormSpec
@@ -53,7 +53,7 @@ class BlockSpec:
     (Hy4). gated_norms: those of its norms, by name, whose numbers are times the sigmoids of as many, which two matrices make of
     them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has one of both: r is the size of the checkpoint's
     number of a column times this. factors (Talkie): of "pre", of what its mixer, its MLP and, once more, the entry add. cross: of
-    "pre" with both, x += cross(norm(x)) between the two (Whisper)."""
+    "pre" with both, x += cross(norm(x)) between the two (Whisper). looks: instead of a mixer, see `LookSpec`."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -67,11 +67,13 @@ class BlockSpec:
     rate: float | None = None
     factors: tuple[float, float, float] | None = None
     cross: CrossSpec | None = None
+    looks: LookSpec | None = None
 
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
-        lacking = {"attention_norm": self.mixer is None or self.bare, "mlp_norm": self.mlp is None}
+        has_none = self.mixer is None and self.looks is None
+        lacking = {"attention_norm": has_none or self.bare, "mlp_norm": self.mlp is None}
         names = [name for name in _NORMS[self.order] if not lacking.get(name)]
         return tuple(names) if self.cross is None else (*names, "cross_norm")
 
@@ -87,7 +89,7 @@ class BlockSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         gates = hidden_size * (2 * self.gate_rank * len(self.gated_norms) + (self.rate is not None))
-        parts = (self.mixer, self.mlp, self.streams, self.cross)
+        parts = (self.mixer, self.mlp, self.streams, self.cross, self.looks)
         return gates + sum(part.num_weights(hidden_size) for part in parts if part is not None)
 
     def num_active(self, hidden_size: int) -> int:
@@ -254,6 +256,11 @@ class ModelSpec:
     def cross(self) -> CrossSpec | None:
         """The first layer's, which is as all others'; None of a model that has no encoder."""
         return self.blocks[0].cross
+
+    @property
+    def looks(self) -> LookSpec | None:
+        """That of the first layer which looks at images; None where none does."""
+        return next((block.looks for block in self.blocks if block.looks is not None), None)
 
     @property
     def chunk(self) -> int | None:

@@ -49,7 +49,8 @@ class SizeRule:
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
              tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
              which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision). kept: its
-             shape is, at the upper left of the tiles, and it grows to one tile's side at the most; the rest is black (Llama 4)
+             shape is, at the upper left of the tiles, and it grows to one tile's side at the most; the rest is black (Llama 4);
+             together: tiles are one image, with a row more each, and nothing shows all of it beside them (Llama 3.2)
     padded   its own shape, in at most most_tiles squares of `tile` pixels and no side longer than longest_side, never larger
              than it is, at the upper left of what is black else (Kimi-VL)
     framed   its own shape with the longer side longest_side, the other of `least_side` at least, in the middle of a square of
@@ -84,6 +85,7 @@ class SizeRule:
     in_lines: bool = False
     smaller: tuple[int, ...] = ()
     kept: bool = False
+    together: bool = False
     least_side: int = 0
     around: tuple[int, int, int] = (0, 0, 0)
 
@@ -142,6 +144,9 @@ class SizeRule:
             pages = [self, *(replace(self, longest_side=side) for side in self.smaller)]
             page = next((page for page in pages if page.page_tokens(cell, 0) <= most), pages[-1])
             size = replace(page, most_tiles=max(counts, default=0))
+        elif self.together:
+            tiles = max(1, most // ((self.tile // cell) ** 2 + 1))
+            size = replace(size, most_tiles=min(self.most_tiles, tiles))
         elif self.kind == "canvas":
             tiles = max(1, most // (self.tile // cell) ** 2 - 1)
             dense = None if self.dense is None else self.dense._replace(tiles=min(self.dense.tiles, tiles))

@@ -20,6 +20,7 @@ from nanovllm_cli.pictures import Sound as Sound
 from nanovllm_cli.pictures import Video as Video
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
+from nanovllm_cli.tiles_spec import TilesSpec
 from nanovllm_cli.tokens_spec import ImageTokens as ImageTokens
 from nanovllm_cli.video_spec import Filmed, Moment, VideoSpec, are_moments
 
@@ -34,7 +35,8 @@ class PlacedImage(NamedTuple):
     window. framed: in front of its lines is a token more that stands for it, and one behind them; and as rotary positions each
     but those two has its own, its column, its row, and that of the image among all, `ordinal`, from 0 on (XD-RoPE, HunYuan).
     behind: so many tokens behind those that stand for it belong to what is whole (PaliGemma's prompt), or fill up its blocks.
-    leads: it is in front of a prompt and no part of the text, which begins behind it; see `CrossSpec`.
+    leads: it is in front of a prompt and no part of the text, which begins behind it; see `CrossSpec`. shown: and which token of
+    the prompt is the first that sees it, as it stands for it in the text; see `leading.py`.
     canvas: with a grid that it shares with others; `start` is then a token in front of its lines, which is read as any other, as
     are those behind. moment: of an image of a video.
     """
@@ -52,6 +54,7 @@ class PlacedImage(NamedTuple):
     canvas: Canvas | None = None
     behind: int = 0
     leads: bool = False
+    shown: int | None = None
     moment: Moment | None = None
 
     @property
@@ -67,7 +70,9 @@ class PlacedImage(NamedTuple):
 
     @property
     def num_alike(self) -> int:
-        """Of its rows, those that the same token stands for."""
+        """Of its rows, those that the same token stands for; with what else has that token."""
+        if self.shown is not None:
+            return self.num_tokens + 1
         mosaic = self.image.mosaic if isinstance(self.image, Image) else None
         return self.num_rows - (0 if mosaic is None else mosaic.num_marks)
 
@@ -169,7 +174,8 @@ class TowerSpec:
     "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
-    layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. deep:
+    layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. tiles: how it
+    reads all tiles of an image at once; see `TilesSpec`. deep:
     layers, in order, whose rows, merged by mergers of their own, are added behind the decoder's first layers (DeepStack, Meng
     et al. 2024).
     """
@@ -229,6 +235,7 @@ class TowerSpec:
     queries: tuple[Query, ...] = ()
     sam: SamSpec | None = None
     fastvit: FastVitSpec | None = None
+    tiles: TilesSpec | None = None
 
     @property
     def num_stages(self) -> int:
@@ -280,6 +287,8 @@ class TowerSpec:
         if self.fastvit is not None:
             return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2
+        if self.tiles is not None:
+            patches = self.tiles.most * self.tiles.filled(self.positions + 1)
         matrices = 4 * self.hidden_size + (3 if self.gated else 2) * self.intermediate_size
         num_full = len(self.full) if self.window else self.num_layers - len(self.convolves)
         whole = patches // image.num_squares
@@ -320,13 +329,24 @@ class VisionSpec:
         return replace(self, size=size, video=video)
 
     @property
+    def leads(self) -> bool:
+        """Whether images lie in front of a prompt; see `leading.py`."""
+        return self.tower.tiles is not None
+
+    def asked(self, most: int, usual: int) -> int:
+        """So many tokens of an image at the most, `usual` being what nobody has asked for: those in front of a text are no part
+        of it, and are fewer only where somebody wants fewer."""
+        return 1 << 31 if self.leads and most >= usual else most
+
+    @property
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
         is_tile = rule.kind not in ("area", "grid", "padded") and (rule.kind != "slices" or rule.grows == "always")
         side = rule.longest_side if rule.kind in ("square", "framed", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
-        return side * (side + self._ends) + 2 * self._framed + (3 if rule.apart else rule.kind in ("mosaic", "pages"))
+        beside = 3 if rule.apart else self.leads or rule.kind in ("mosaic", "pages")
+        return side * (side + self._ends) + 2 * self._framed + beside
 
     def num_tokens(self, picture: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
@@ -359,10 +379,14 @@ class VisionSpec:
             if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
                 return False
             plain = placed._replace(moment=None) if self.markers is None else placed._replace(canvas=None)
-            plain = plain._replace(behind=0) if self.prefix else plain
+            plain = plain._replace(behind=0) if self.prefix or self.leads else plain
+            plain = plain._replace(shown=None) if self.leads else plain
+            if self.leads and (height // size.tile) * (width // size.tile) > size.most_tiles:
+                return False
             if plain != self.placed(placed.image, placed.start, ordinal) or not 0 < 3 * frames * height * width == len(pixels):
                 return False
-            if height % self.tower.cell or width % self.tower.cell or placed.start < end:
+            unit = size.tile if self.leads else self.tower.cell
+            if height % unit or width % unit or placed.start < end:
                 return False
             end = placed.end
         return end <= num_tokens
@@ -383,6 +407,9 @@ class VisionSpec:
         if image.mosaic is not None:
             return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
         cell, framed = self.tower.cell, self._framed
+        if self.leads:
+            count = image.height * image.width // self.size.tile**2
+            return PlacedImage(image, start, 1, count * (self.tower.positions + 1), leads=True)
         if self.tower.sam is not None:
             return PlacedImage(image, start, 1, self.tower.sam.num_rows(image.height // cell, image.width // cell))
         return PlacedImage(

@@ -93,11 +93,18 @@ class WholeRows(NamedTuple):
         return spec.window is not None or not self.in_windows
 
 
+class Looking(NamedTuple):
+    """Tokens of a step that look at something. rows [n] int64 of those; None: all of them."""
+
+    rows: torch.Tensor | None
+
+
 class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
     `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
     entered: what the first layer read [T, hidden], where others do, too. encoded: what a step is to keep of an encoder's rows, of
-    whose tokens the batch has none; step is None where there are no others."""
+    whose tokens the batch has none; step is None where there are no others. looking: whoever looks at
+    something, in layers that all others pass by; None where nobody does."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
@@ -106,6 +113,7 @@ class StepInputs(NamedTuple):
     asked: StepInputs | None = None
     entered: torch.Tensor | None = None
     encoded: EncodedRows | None = None
+    looking: Looking | None = None
 
     def of_layer(self, is_near: bool) -> StepInputs:
         """is_near: see KVCache."""

@@ -18,7 +18,7 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
-from nanovllm_cli.attention.encoded import EncodedRows, among, behind
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, looked_at
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
@@ -155,6 +155,10 @@ class CpuAttention:
             there = among(batch, self.cross.rows, self.cross.lead, cpu.BLOCK)
             encoded = Elsewhere(there.block_tables, self._tiles(there))
             batch = behind(batch, self.cross.lead, cpu.BLOCK)
+        if (lookers := batch.lookers) is not None:
+            there = looked_at(batch, lookers, cpu.BLOCK)
+            encoded = Elsewhere(there.block_tables, self._tiles(there))
+        batch = behind_each(batch, cpu.BLOCK)
         tables, tiles = batch.block_tables, self._tiles(batch)
         step = CpuStep(batch.slots, tables, run, tiles, batch.query_starts, *lengths, batch.states, [], whole, chunks, encoded)
         if of_near is None:

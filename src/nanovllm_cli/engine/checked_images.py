@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
+from nanovllm_cli.leading import are_led
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.image_tokens import image_token, video_token
 from nanovllm_cli.text.tokenizer import Tokenizer
@@ -54,6 +55,8 @@ def checked_images(
     if hearing is not None and hearing.leads and (len(images) != 1 or images[0].start):
         told = f"a prompt of this model begins with half a minute of sound, and has no other; this one has {len(images)}"
         raise UsageError(told, "run MODEL --audio FILE, nanovllm_cli.transcribe and /v1/audio/transcriptions make such prompts")
+    if vision is not None and vision.leads and images and not _are_led(images, prompt, seeing.image_token):
+        raise UsageError("a prompt's images lie in front of it, each with a token in the text", "send them in messages")
     if not seeing.senses.fits(images, len(prompt)):
         if seeing.senses.vision is None:
             raise UsageError("a prompt's sounds are as the model hears them, and stand in it in their order")
@@ -63,6 +66,10 @@ def checked_images(
         if token is not None and (found := prompt.count(token)) != there:
             raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])
+
+
+def _are_led(images: tuple[PlacedImage, ...], prompt: tuple[int, ...], token: int | None) -> bool:
+    return are_led(images, prompt, prompt[0] if token is None else token)
 
 
 def _token_of(placed: PlacedImage, seeing: Seeing) -> int | None:

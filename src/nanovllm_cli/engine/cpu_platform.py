@@ -170,7 +170,7 @@ class CpuPlatform:
             _check_that_keys_are_values(*self.config.cache_types)
         groups = {attention.queries_a_key for attention in spec.attentions}
         groups |= {MAX_TILE_ROWS} if spec.most_seen is not None else set()
-        groups |= set() if spec.cross is None else {spec.cross.attention.queries_a_key}
+        groups |= {each.attention.queries_a_key for each in (spec.cross, spec.looks) if each is not None}
         kept = cache_dtypes(self.config.cache_types, dtype)
         return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk, spec.cross)
 

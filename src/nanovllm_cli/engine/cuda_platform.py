@@ -206,7 +206,7 @@ class CudaPlatform:
         return CudaLowRank(weight, sides, keep, dtype, self.launcher, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
-        if spec.cross is not None:
+        if (spec.cross or spec.looks) is not None:
             raise UnsupportedError("attention to what an encoder has made, on a GPU", "add --device cpu")
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         longest = self._longest(spec.max_position)

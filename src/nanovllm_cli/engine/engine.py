@@ -37,6 +37,7 @@ from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.engine.strategy import Drafted, Lookup, Standard, Strategy
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.leading import lead_in
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.samplers import settled
 from nanovllm_cli.sampling_params import SamplingParams
@@ -177,7 +178,7 @@ class Engine:
         prompt = self._checked_prompt(prompt_ids)
         images = self._images(prompt_ids, prompt, cache_salt)
         if params.prompt_logprobs is not None and any(each.leads for each in images):
-            raise UnsupportedError("prompt_logprobs of a prompt that begins with a sound", "leave it out")
+            raise UnsupportedError("prompt_logprobs of a prompt that begins with a sound or an image", "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
@@ -192,6 +193,7 @@ class Engine:
             cache_salt=cache_salt,
             lora=lora,
             images=images,
+            lead=lead_in(images),
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )

@@ -71,7 +71,8 @@ class Near(NamedTuple):
 def near_of(spec: ModelSpec, config: EngineConfig, num_bytes: int, longest_image: int = 0) -> Near | None:
     """Of a model whose blocks have near parts of so many bytes. Those that keep states, those that attend to what an encoder has
     made, and those that read texts as a whole, keep all. longest_image: tokens of one that no step may cut."""
-    if not num_bytes or spec.has_states or spec.reads_both_ways or spec.cross is not None:
+    reads_others = spec.cross is not None or spec.looks is not None
+    if not num_bytes or spec.has_states or spec.reads_both_ways or reads_others:
         return None
     return Near(num_bytes, near_reach(spec.mixers), config.max_num_batched_tokens + longest_image)
 

@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
@@ -55,7 +56,7 @@ class Scheduled(NamedTuple):
     state: the sequence's, of a model that keeps some. second: see `Request`.
     lora: what this sequence's rows take of each adapter that requests choose from; empty where they take none.
     images: those that some of the tokens stand for. shift: what rotary positions of the first token are off by, as images before
-    it take fewer of them than tokens.
+    it take fewer of them than tokens. lead: what is in front of its text for layers that look at images.
     keeps_hidden: the runner keeps the rows of all tokens behind the last norm, for what guesses by them (`engine/mtp.py`).
     keeps_drawn: or of those that are drawn from (`engine/assistant.py`).
     """
@@ -80,6 +81,7 @@ class Scheduled(NamedTuple):
     images: tuple[PlacedImage, ...] = ()
     shift: int = 0
     near_table: Sequence[int] = ()
+    lead: Lead | None = None
 
     @property
     def known(self) -> list[int]:

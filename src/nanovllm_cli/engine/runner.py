@@ -72,7 +72,9 @@ class Runner:
             images = self.see(plan.scheduled)
         batch, owners = build_batch(plan.scheduled, self.block_size, hidden, images)
         inputs = self.model.prepare(batch)
-        is_plain = inputs.batch.images is None and all(share.prompt_logprobs is None for share in plan.scheduled)
+        looks_partly = inputs.looking is not None and inputs.looking.rows is not None
+        is_plain = inputs.batch.images is None and not looks_partly  # rows of some tokens are no part of what is recorded
+        is_plain = is_plain and all(share.prompt_logprobs is None for share in plan.scheduled)
         draws = draws_of(owners)
         keeps = any(share.keeps_rows for share, _ in owners)
         if self.has_free_processor:

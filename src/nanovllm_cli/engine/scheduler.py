@@ -310,7 +310,7 @@ class Scheduler:
                 request.pooling, num_guesses,
                 state=max(0, sequence.state), second=request.second, lora=request.lora,
                 images=request.images_within(start, end) if request.images else (),
-                shift=request.shift(start) if request.images else 0,
+                shift=request.shift(start) if request.images else 0, lead=request.lead,
                 near_table=sequence.near_table[: self._blocks.blocks_for(end)],
             )
         )

@@ -13,6 +13,7 @@ from enum import Enum
 from typing import Any
 
 from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
+from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage
@@ -39,6 +40,7 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     lora: see `Scheduled`; what is cached of a prompt depends on it, too. images: of the prompt, in their order.
+    lead: of these, what is in front of it for layers that look at them.
     stages_left: of those that have been looked at, by their digests.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
@@ -58,6 +60,7 @@ class Request:
     cache_salt: str | None = None
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
+    lead: Lead | None = None
     stages_left: dict[bytes, int] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None

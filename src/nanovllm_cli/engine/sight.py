@@ -18,6 +18,7 @@ import numpy as np
 import torch
 
 from nanovllm_cli.batch import ImageRows
+from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.plan import Look, Scheduled
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
 from nanovllm_cli.hearing_spec import HOP, RATE, Sense, Senses
@@ -199,7 +200,8 @@ def eyes_of(place: Place, model: ModelSpec, limits: Limits) -> Organ | None:
     if vision is None:
         return None
     windows = [attention.window for attention in model.attentions if attention.window is not None]
-    most_tokens = min([limits.most_tokens, *windows] if vision.whole else [limits.most_tokens])
+    asked = vision.asked(limits.most_tokens, EngineConfig().image_max_tokens)
+    most_tokens = min([asked, *windows] if vision.whole else [asked])
     spec = vision.limited(most_tokens, limits.fps, limits.most_frames)
     if spec.whole and (most := most_rows(spec)) > min(windows, default=most):  # attention is bounded on either side
         raise UnsupportedError(f"images of {most} tokens that see each other in layers with windows of {min(windows)}")

@@ -51,6 +51,7 @@ def build_batch(
         logit_rows=_int64(logit_rows),
         states=_int32([share.state for share in scheduled]),
         segments=_segments(scheduled),
+        **_looks(scheduled, places),
         whole=_whole(scheduled),
         lora=None if (lora := lora_rows(scheduled)) is None else torch.from_numpy(lora),
         images=images,
@@ -106,6 +107,20 @@ def _of_chunks(
     prompt_lens = np.array([share.prompt_len for share in scheduled], np.int64)
     places = np.arange(begins[-1]) + (first - begins[:-1])[seq_of]
     return places, _slots(tables, starts, places, block_size), np.maximum(places + 1, prompt_lens[seq_of])
+
+
+def _looks(scheduled: list[Scheduled], places: np.ndarray) -> dict[str, torch.Tensor]:
+    """`Batch.looks` and `Batch.leads`, where anybody has something in front of a text. places [T]: see `_of_chunks`."""
+    if all(share.lead is None for share in scheduled):
+        return {}
+    looks, begin = np.zeros((len(places), 2), np.int32), 0
+    for share in scheduled:
+        end = begin + len(share.token_ids)
+        for glance in () if share.lead is None else share.lead.glances:
+            looks[begin:end][places[begin:end] >= glance.start] = glance.first, glance.num_rows
+        begin = end
+    leads = [0 if share.lead is None else share.lead.num_tokens for share in scheduled]
+    return {"looks": torch.from_numpy(looks), "leads": _int32(leads)}
 
 
 def _segments(scheduled: list[Scheduled]) -> torch.Tensor | None:

@@ -107,8 +107,9 @@ class Worker(LoadedModel):
     def _loaded_guesser(self, checkpoint: Checkpoint, progress: LoadProgress) -> LoadedModel | None:
         """What guesses for this model, where something does."""
         config = self._config
-        if self.spec.cross is not None and config.draft_model is not None:
-            raise UnsupportedError("a draft model beside one that hears with all its layers", "--speculate guesses without one")
+        if (self.spec.cross or self.spec.looks) is not None and config.draft_model is not None:
+            told = "a draft model beside one whose layers attend to what it hears, or sees"
+            raise UnsupportedError(told, "--speculate guesses without one")
         if config.mtp:
             return LoadedMTP(checkpoint, config, self, progress)
         if config.draft_model is None:

@@ -50,6 +50,8 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             by_size = rule.nearest == "size"
             rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
             first = _kept(rule, height, width, rows, columns) if rule.kept else None
+            if rule.together:
+                return Sizes((rows * tile, columns * tile), None, first)
             return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None, first)
         case "padded":
             return _padded(rule, height, width)
@@ -63,6 +65,8 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
 def most_rows(spec: VisionSpec) -> int:
     """No image of an aspect up to MAX_ASPECT, or piece of one, becomes more rows of the tower's output than this."""
     rule = spec.size
+    if rule.together:
+        return rule.most_tiles * ((rule.tile // spec.tower.cell) ** 2 + 1)
     if rule.kind in ("tiles", "canvas", "middle"):
         pixels = rule.tile**2
     elif rule.apart:
@@ -116,7 +120,7 @@ def most_tokens(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas") and rule.all_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas") and not rule.together and rule.all_tiles >= max(2, rule.least_tiles):
         pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
@@ -293,7 +297,7 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
         ((columns, rows) for columns in range(1, most + 1) for rows in range(1, most // columns + 1)), key=math.prod
     )
     scales = [min(columns * rule.tile / width, rows * rule.tile / height) for columns, rows in grids]
-    if rule.kept:  # which are told apart in float32 there
+    if rule.kept and not rule.together:  # which are told apart in float32 there
         scales = list(struct.unpack(f"{len(scales)}f", struct.pack(f"{len(scales)}f", *scales)))
     if max(scales) >= 1:
         scales = [-scale if scale >= 1 else -math.inf for scale in scales]

@@ -13,6 +13,7 @@ from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
 from nanovllm_cli.layers.moe import MoE
+from nanovllm_cli.layers.norm import norm_heads
 from nanovllm_cli.layers.rescaling import Scales
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mixer_spec import AttentionSpec
@@ -99,7 +100,8 @@ class Attention(Projected):
         if self.values is not None:
             qkv = side_by_side(qkv, self.values(x, inputs.batch.slots), self.ops)
         if self.gains_by_head is not None:
-            self._norm_each(qkv, self.gains_by_head)
+            gains = self.gains_by_head
+            norm_heads(qkv[:, : len(gains)], gains, self.spec.head_dim, self.eps, self.offset, self.ops)
         else:
             first = 0
             for gains in self.whole_norms.values():
@@ -132,13 +134,6 @@ class Attention(Projected):
             return self.ops.sigmoid_gate(found, gates, softplus=self.spec.gate_is == "softplus")
         self.ops.rescale(gates, self._gate_shift, self._gate_factors)
         return self.ops.scale(self.ops.sigmoid_gate(found, gates, softplus=True), 1 / math.log(2))
-
-    def _norm_each(self, qkv: torch.Tensor, gains: torch.Tensor) -> None:
-        """Each head of queries and keys in its place, by its own of gains [heads * dim]."""
-        heads = self.ops.room(len(qkv), len(gains), qkv.dtype)
-        self.ops.put_columns(qkv[:, : len(gains)], heads, 0)
-        normed = self.ops.rms_norm(heads.view(-1, self.spec.head_dim), gains, self.eps, self.offset)
-        self.ops.put_columns(normed.view(heads.shape), qkv, 0)
 
     def slots(self) -> Slots:
         slots = self.qkv.slots() | self.out.slots() | ({} if self.gates is None else self.gates.slots())

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels.ops import Addend, Hidden, Normed
+from nanovllm_cli.kernels.ops import Addend, Hidden, Normed, Ops
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.norm_spec import NormSpec
@@ -61,6 +61,14 @@ class StreamNorm:
 
     def slots(self) -> Slots:
         return {"weight": table_slot(self.weight)} | _bias_slot(self.bias)
+
+
+def norm_heads(x: torch.Tensor, gains: torch.Tensor, dim: int, eps: float, offset: float, ops: Ops) -> None:
+    """Each head of `dim` columns of x [T, n], which may be columns of a wider tensor, in its place. gains: for one head, or for
+    several that heads take turns at."""
+    heads = ops.room(len(x), x.shape[1], x.dtype)
+    ops.put_columns(x, heads, 0)
+    ops.put_columns(ops.rms_norm(heads.view(-1, dim), gains, eps, offset).view(heads.shape), x, 0)
 
 
 def _bias_slot(bias: torch.Tensor | None) -> Slots:

@@ -13,7 +13,7 @@ from nanovllm_cli.layers.attention import Attention
 from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.convolved import ConvolvedAttention
-from nanovllm_cli.layers.cross import Cross
+from nanovllm_cli.layers.cross import Cross, Look
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.gated_norm import GatedNorm
 from nanovllm_cli.layers.kit import Kit
@@ -48,6 +48,7 @@ class Block:
         self.entry_factor = 0.0 if spec.factors is None else spec.factors[2]
         self.mixer = None if spec.mixer is None else _mixer(spec.mixer, model.norm, width, kit)
         self.cross = None if spec.cross is None else Cross(spec.cross.attention, width, kit)
+        self.looks = None if spec.looks is None else Look(spec.looks, model.norm, width, kit)
         self.mlp = None if spec.mlp is None else _mlp(spec.mlp, model.norm, width, kit)
         self.routed_early = self.mlp if isinstance(self.mlp, MoE) and self.mlp.early is not None else None
         assert self.routed_early is None or (self.has_halves and not (spec.bare or spec.streams)), "nor elsewhere"
@@ -71,6 +72,7 @@ class Block:
         assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
         changed = spec.bare or spec.rescaled or spec.factors or spec.streams or self.scales != (1.0, 1.0)
         assert self.cross is None or (spec.order == "pre" and self.has_halves and not changed), "nor attention to an encoder"
+        assert self.looks is None or (spec.order == "pre" and spec.mixer is None and not (changed or self.cross)), "nor a look"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
         kind = "mlp" if spec.mixer is None else "attention"
@@ -110,6 +112,8 @@ class Block:
             return None
         if self.channel is not None:
             return self._shifted(self.channel, x, residual, inputs, cache)
+        if self.looks is not None:
+            return self._looked(self.looks, x, residual, inputs, cache)
         if self.mixer is None or self.mlp is None:
             return self._alone(x, residual, inputs, cache)
         if self.attention_norm is None:
@@ -199,6 +203,17 @@ class Block:
         h = channel(self.mlp_norm(x, residual), inputs, cache)
         return _addend(_onto(self.mlp, residual, h, inputs.batch.slots))
 
+    def _looked(
+        self, looks: Look, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: LayerCache
+    ) -> Addend:
+        """Of a block that looks at something, of tokens that do."""
+        assert self.mlp is not None
+        assert self.attention_norm is not None
+        assert self.mlp_norm is not None
+        found = self.ops.scale(looks(self.attention_norm(x, residual), inputs, cache), looks.gate)
+        h = self.mlp_norm(Addend(found), residual)
+        return Addend(self.ops.scale(_computed(self.mlp, h, inputs.batch.slots), looks.mlp_gate))
+
     def _found(self, stream: torch.Tensor, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         """What the one part of a block makes of a stream that is normed already."""
         if self.mixer is not None:
@@ -247,7 +262,7 @@ class Block:
     def slots(self) -> Slots:
         norms: dict[str, RMSNorm | StreamNorm] = {**self.norms, **self.closing}
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
-        parts = [part for part in (self.mixer, self.cross, self.mlp) if part is not None]
+        parts = [part for part in (self.mixer, self.cross, self.looks, self.mlp) if part is not None]
         slots = {name: slot for part in parts for name, slot in part.slots().items()} | named
         for part in (self.per_layer, self.altup, self.channel, *self.connections, *self.joins, self.sphere, *self.gated.values()):
             slots |= {} if part is None else part.slots()

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, StepInputs, WholeRows
+from nanovllm_cli.attention.backend import Angles, Looking, StepInputs, WholeRows
 from nanovllm_cli.attention.encoded import EncodedRows, taken_apart
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
@@ -69,7 +69,7 @@ class Decoder:
         self.streams = _streams(spec, kit)
         self.order = range(spec.num_layers) if spec.passes is None else spec.passes.order
         self.last_keeper = spec.last_keeper
-        self.has_readers = any(mixer is not None for mixer in spec.mixers[self.last_keeper + 1 :])
+        self.has_readers = any(block.mixer or block.looks for block in spec.computed[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
         self.handed, owners, first = HandedOn(), dict[int, Shared](), FirstValues()
         for block in self.blocks:
@@ -116,7 +116,7 @@ class Decoder:
 
     def prepare(self, batch: Batch) -> StepInputs:
         """What all layers share, computed once a step. The batch is on the host; what comes back is on the device."""
-        if self.spec.cross is not None and bool((batch.positions < 0).any()):
+        if (self.spec.cross or self.spec.looks) is not None and bool((batch.positions < 0).any()):
             text, encoded = taken_apart(batch, self.device)
             return (StepInputs(batch, {}, None) if text is None else self.prepare(text))._replace(encoded=encoded)
         there, whole = batch.to(self.device), None
@@ -125,6 +125,8 @@ class Decoder:
             step = self.backend.prepare(apart, apart.to(self.device), is_whole=True)
             whole = WholeRows(there.whole.rows, step, batch.whole.in_windows)
         inputs = self.inputs(there, self.backend.prepare(batch, there, whole=whole))
+        if (lookers := batch.lookers) is not None:
+            inputs = inputs._replace(looking=Looking(None if len(lookers) == batch.num_tokens else lookers.to(self.device)))
         if not self.has_readers or batch.logit_rows.shape[0] in (0, batch.num_tokens):
             return inputs
         return inputs._replace(asked=self.prepare(batch.asked()))
@@ -146,7 +148,7 @@ class Decoder:
             self._keep_encoded(inputs.encoded, cache)
         if inputs.step is None:
             return self.no_rows(0)
-        self._choose(batch)
+        self._choose(batch.lora)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)
@@ -166,6 +168,9 @@ class Decoder:
                 residual, x = self.passes.join(i, x, residual), None
             own = None if every is None else every[:, i * width : (i + 1) * width]
             x = self._tapped(i, self._led(i, x, residual), residual)
+            if block.looks is not None:
+                x = self._looked(block, x, residual, inputs, cache)
+                continue
             its = inputs.of_layer(cache.is_near[i])
             if i != self.last_keeper or all_asked or i <= deepest:
                 x = block(x, residual, its, layer, own)
@@ -181,7 +186,7 @@ class Decoder:
             entered = None if inputs.entered is None else inputs.entered[rows]
             inputs = inputs.asked or inputs._replace(batch=replace(batch, slots=batch.slots[rows], lora=lora))
             inputs = inputs._replace(entered=entered)
-            self._choose(inputs.batch)
+            self._choose(inputs.batch.lora)
             if block.has_halves:
                 x = block.fed(x, residual, inputs, own)
         if not all_asked:
@@ -195,9 +200,33 @@ class Decoder:
         return residual
 
     def _keep_encoded(self, encoded: EncodedRows, cache: KVCache) -> None:
+        self._choose(encoded.lora)
         for block, layer in zip(self.blocks, cache.layers, strict=True):
-            assert block.cross is not None, "all layers attend to an encoder's rows, or none"
-            block.cross.keep(encoded, layer)
+            if block.cross is not None:
+                block.cross.keep(encoded, layer)
+            if block.looks is not None:
+                block.looks.keep(encoded, cache.layers[block.looks.keeper])
+
+    def _looked(
+        self, block: Block, x: Addend | None, residual: torch.Tensor, inputs: StepInputs, cache: KVCache
+    ) -> Addend | None:
+        """What a block that looks at something gives, of the tokens that do; all others pass it by."""
+        if (looking := inputs.looking) is None:
+            return x
+        assert block.looks is not None
+        layer = cache.layers[block.looks.keeper]
+        if (rows := looking.rows) is None:
+            return block(x, residual, inputs, layer)
+        if x is not None:
+            self.ops.join(x, residual)
+        own, lora = residual[rows], inputs.batch.lora
+        self._choose(None if lora is None else lora[rows])
+        found = block(None, own, inputs, layer)
+        assert found is not None
+        self.ops.join(found, own)
+        residual[rows] = own
+        self._choose(lora)
+        return None
 
     def _led(self, place: int, x: Addend | None, residual: torch.Tensor) -> Addend | None:
         """What has still to join the residual stream behind a direction, which joins it now. All of the layer before has joined
@@ -226,10 +255,10 @@ class Decoder:
         self.handed.keep(rows)
         return None if x is None else x.taken(rows)
 
-    def _choose(self, batch: Batch) -> None:
-        """Weights with adapters that requests choose read rows like the batch's from now on."""
+    def _choose(self, lora: torch.Tensor | None) -> None:
+        """Weights with adapters that requests choose read rows that take this of them from now on; see `Batch`."""
         if self.chosen is not None:
-            self.chosen.scales = batch.lora
+            self.chosen.scales = lora
 
     def enter(self, batch: Batch) -> tuple[torch.Tensor, Addend | None]:
         """What the first block reads: the residual stream [T, hidden], and what has still to join it."""

@@ -11,13 +11,13 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.model_spec import BlockSpec, ModelSpec
+from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.bloom import told_by_distance
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.deci import of_layers, with_sizes
 from nanovllm_cli.models.experts import MIXTRAL_KEYS
 from nanovllm_cli.models.families import LLAMA
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, no_file, usual_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, usual_keys
 from nanovllm_cli.models.names import projections
 from nanovllm_cli.models.rotary import normed_when_turned
 from nanovllm_cli.models.starcoder2 import STARCODER2
@@ -89,32 +89,6 @@ def _openelm_from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str],
     return with_sizes(spec, counts, widths, read, heads)
 
 
-_SEEING_EVERY, _SEEING_FIRST, _TOKENS_OF_IMAGES = 5, 3, 8
-
-
-def _that_sees_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """A text alone passes by the layers that look at images. Of some tokens of images there is an embedding and no logit."""
-    usual = [*range(_SEEING_FIRST, spec.num_layers, _SEEING_EVERY)]
-    if (read.values.get("cross_attention_layers") or usual) != usual:
-        raise UnsupportedError(f"{read.where}: other layers that look at images than each fifth one", ANOTHER)
-    blocks = (BlockSpec(None, None) if i in usual else block for i, block in enumerate(spec.blocks))
-    vocab_size = spec.vocab_size + _TOKENS_OF_IMAGES
-    return replace(spec, blocks=tuple(blocks), vocab_size=vocab_size, head_rows=spec.vocab_size)
-
-
-MLLAMA = replace(
-    LLAMA,
-    name="mllama",
-    hf=_that_sees_from_hf,
-    gguf_like=no_file("Llama that sees"),
-    aside=tuple(
-        f"{place}.layers.{i}."
-        for place in ("model.language_model", "language_model.model") for i in range(_SEEING_FIRST, 100, _SEEING_EVERY)
-    ),
-    defaults={"vocab_size": 128256, "hidden_size": 4096, "num_hidden_layers": 40, "num_attention_heads": 32,
-              "num_key_value_heads": 8, "intermediate_size": 14336, "rms_norm_eps": 1e-5, "max_position_embeddings": 131072,
-              "rope_theta": 5e5},
-)  # fmt: skip
 MAINCODER = Family(
     "maincoder",
     qk_norm=True,

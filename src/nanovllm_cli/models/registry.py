@@ -96,11 +96,12 @@ from nanovllm_cli.models.laguna import LAGUNA, MAPLE, MELLUM
 from nanovllm_cli.models.lara import LARA_MINI
 from nanovllm_cli.models.lfm2 import LFM2, LFM2_MOE, LFM3
 from nanovllm_cli.models.llama4 import LLAMA4
-from nanovllm_cli.models.llamas import INTERNLM, KORMO, MAINCODER, MLLAMA, ORION, PANGU, XVERSE
+from nanovllm_cli.models.llamas import INTERNLM, KORMO, MAINCODER, ORION, PANGU, XVERSE
 from nanovllm_cli.models.mimo import MIMO2
 from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
+from nanovllm_cli.models.mllama import MLLAMA
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanbeige import NANBEIGE, OURO

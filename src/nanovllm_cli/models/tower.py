@@ -25,6 +25,7 @@ from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
 from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting
 from nanovllm_cli.models.tower_sam import SamTower, beside_numbers
 from nanovllm_cli.models.tower_shapes import tower_shapes as tower_shapes
+from nanovllm_cli.models.tower_tiles import TilesTower, tile_numbers
 from nanovllm_cli.vision_spec import Image, Stretch, TowerSpec
 
 ROWS_KEPT = 17
@@ -200,6 +201,8 @@ def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colo
     """A `Tower`, or what its spec says instead."""
     if spec.fastvit is not None:
         return FastVitTower(spec, tensors, colours)
+    if spec.tiles is not None:
+        return TilesTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
 
 
@@ -212,6 +215,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     """About the most that computing an image of so many pixels takes beside the weights."""
     if spec.fastvit is not None:
         return spec.fastvit.most_numbers(num_pixels) * 4
+    if spec.tiles is not None:
+        return tile_numbers(spec) * dtype.itemsize
     patches = num_pixels // spec.patch_size**2
     if spec.sam is not None and spec.sam.beside:
         return beside_numbers(spec, patches) * dtype.itemsize

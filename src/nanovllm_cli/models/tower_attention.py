@@ -30,10 +30,12 @@ Attend = Callable[[torch.Tensor, HeadNorms | None], torch.Tensor]
 
 class Windows(NamedTuple):
     """Of n patches. sizes: (how many windows, patches in each), in order. turns: cosines and sines of rotary positions, float32
-    [n, dim / 2], by which pairs turn that lie half a head apart; dim / 2 is 0 where there are none."""
+    [n, dim / 2], by which pairs turn that lie half a head apart; dim / 2 is 0 where there are none. aside: of
+    the only window, the last patches, which don't see each other."""
 
     sizes: tuple[tuple[int, int], ...]
     turns: tuple[torch.Tensor, torch.Tensor]
+    aside: int = 0
 
 
 def attention(windows: Windows, heads: int, dim: int, like: torch.Tensor, key_heads: int = 0) -> Attend:
@@ -47,6 +49,7 @@ class TorchAttention:
     def __init__(self, windows: Windows, heads: int, dim: int, key_heads: int) -> None:
         self._sizes, self._heads, self._dim, self._key_heads = windows.sizes, heads, dim, key_heads
         self._turns = [each[:, None] for each in windows.turns] if windows.turns[0].shape[1] else None
+        self._aside = windows.aside
 
     def __call__(self, qkv: torch.Tensor, norms: HeadNorms | None = None) -> torch.Tensor:
         heads, dim = self._heads, self._dim
@@ -66,8 +69,12 @@ class TorchAttention:
                 each[start : start + count * length].reshape(count, length, -1, dim).transpose(1, 2) for each in parts
             )
             shared = self._key_heads != heads
-            seen = functional.scaled_dot_product_attention(q, k, v, scale=_scale(norms, dim), enable_gqa=shared)
-            found.append(seen.transpose(1, 2).reshape(-1, heads * dim))
+            inner = length - self._aside
+            parts_of = [(q, k, v), (q[..., inner:, :], k[..., :inner, :], v[..., :inner, :])] if self._aside else [(q, k, v)]
+            seen = [functional.scaled_dot_product_attention(*each, scale=_scale(norms, dim), enable_gqa=shared)
+                    for each in parts_of]  # fmt: skip
+            both = torch.cat([seen[0][..., :inner, :], *seen[1:]], dim=2)
+            found.append(both.transpose(1, 2).reshape(-1, heads * dim))
             start += count * length
         return found[0] if len(found) == 1 else torch.cat(found)
 
@@ -94,6 +101,12 @@ class PagedAttention:
         place = torch.arange(int(starts[-1])) + torch.repeat_interleave(firsts * cpu.BLOCK - starts[:-1], lengths)
         self._slots = place.to(torch.int64)
         self._run = torch.repeat_interleave(starts[1:], lengths) - torch.arange(int(starts[-1]), dtype=torch.int32)
+        if windows.aside:
+            assert len(lengths) == 1, "no tower has these in windows"
+            inner = lengths - windows.aside
+            self._tables = self._tables.repeat(2, 1)
+            lengths = torch.cat([lengths, inner])
+            starts = torch.cat([starts[:1], inner, starts[1:]])
         self._tiles = cpu.attention_tiles(starts, lengths, heads // key_heads)
         shapes = cpu.cache_shapes(int(blocks.sum()), key_heads, dim, dtype)
         self._keys, self._values = (torch.zeros(shape, dtype=dtype) for shape in shapes)  # what is behind a window counts 0 times

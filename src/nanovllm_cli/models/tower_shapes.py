@@ -5,6 +5,7 @@ from __future__ import annotations
 from nanovllm_cli.models.tower_fastvit import fastvit_shapes
 from nanovllm_cli.models.tower_projectors import Shapes, projector_shapes
 from nanovllm_cli.models.tower_sam import sam_shapes
+from nanovllm_cli.models.tower_tiles import tiles_shapes
 from nanovllm_cli.vision_spec import TowerSpec
 
 
@@ -17,6 +18,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return sam_shapes(spec)
     if spec.fastvit is not None:
         return fastvit_shapes(spec)
+    if spec.tiles is not None:
+        return tiles_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes = Shapes(spec)
     matrix, norm = shapes.matrix, shapes.norm

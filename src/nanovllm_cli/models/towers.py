@@ -67,6 +67,7 @@ from nanovllm_cli.models.towers_lfm3 import LFM3_NAMES, lfm3
 from nanovllm_cli.models.towers_llama4 import LLAMA4_NAMES, llama4
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
+from nanovllm_cli.models.towers_mllama import MLLAMA_NAMES, mllama
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
@@ -284,6 +285,7 @@ TOWERS: dict[str, TowerFamily] = {
     "MiniCPMV4_6ForConditionalGeneration": TowerFamily(minicpm, MINICPM_NAMES),
     "MiniCPMV4_7ForConditionalGeneration": TowerFamily(minicpm_4_7, MINICPM_NAMES),
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
+    "MllamaForConditionalGeneration": TowerFamily(mllama, MLLAMA_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
     "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES, video=tower_videos.qwen2),

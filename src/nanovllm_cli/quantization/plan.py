@@ -37,7 +37,8 @@ MAMBA = ("mamba_in", "mamba_out")
 LATENT = ("q_a", "q_b", "kv_a")
 SCAN = ("scan_in", "scan_out")
 WKV = ("time_r", "time_k", "time_v", "time_out")
-MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *SCAN, *WKV, *LATENT)
+LOOKS = ("cross_q", "cross_k", "cross_v", "cross_o")
+MIXERS = (*ATTENTION, *CONV, *DELTA, *MAMBA, *SCAN, *WKV, *LATENT, *LOOKS)
 """Matrices of a block's mixer. Models have q, k and v or qkv."""
 Kind = Literal["hf", "gguf"]
 
@@ -318,7 +319,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
     read = block.mixer.attention if isinstance(block.mixer, PairSpec) else block.mixer
     match read:
         case None:
-            mixer = ()
+            mixer = () if block.looks is None else LOOKS
         case ConvSpec():
             mixer = CONV
         case ScanSpec():

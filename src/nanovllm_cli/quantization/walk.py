@@ -46,6 +46,9 @@ class Walk:
         if any(attention.values is not None for attention in original.spec.attentions):
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: its values are of experts", "use --algorithm rtn")
+        if original.spec.looks is not None:
+            name = original.spec.architecture
+            raise UnsupportedError(f"a {name} model is not calibrated: texts alone pass some layers by", "use --algorithm rtn")
         if original.spec.streams is not None:
             name = original.spec.architecture
             raise UnsupportedError(f"a {name} model is not calibrated yet: it has several streams", "use --algorithm rtn")

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 from nanovllm_cli.canvas_spec import Canvas, Markers
 from nanovllm_cli.errors import CheckpointError, TemplateError
 from nanovllm_cli.hearing_spec import HearingSpec, Sense, Senses
+from nanovllm_cli.leading import led
 from nanovllm_cli.text.content_parts import IMAGES, PART_TYPES, SOUNDS, VIDEOS
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TokenIds, Video, VisionSpec
@@ -160,6 +161,11 @@ def with_images(ids: Sequence[int], tokenizer: Tokenizer, senses: Senses, sent: 
         if (count := list(ids).count(part)) != len(places):
             told = f"the chat template writes {count} {tokenizer.id_to_token(part)} for {len(places)} {name}"
             raise TemplateError(told)
+    if senses.vision is not None and senses.vision.leads:
+        ((token, one),) = left.items()
+        in_front = led([place(0, 0) for _, place in one.places], ids, token)
+        return TokenIds([*[token] * in_front[-1].end, *ids], in_front)
+    for _, places, *_ in left.values():
         places.reverse()  # to be taken from behind
     out: list[int] = []
     placed: list[PlacedImage] = []

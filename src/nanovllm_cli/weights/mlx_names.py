@@ -10,7 +10,8 @@
     vision_tower.….weight [N, h, w, 3]                  [N, 3, h, w]; [N, t, h, w, 3] alike
     mlp.gate_proj of a dense Granite 4                  shared_mlp.gate_proj; up_proj alike, down_proj is output_linear; LFM2's
                                                          layers without experts: feed_forward.w1, w3 and w2
-    language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…
+    language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…, and of a
+                                                         Llama 3.2 that sees vision_model.…
     shared_mlp.input_linear.weight [2 N, …], quantized   shared_mlp.gate_proj.weight [N, …] and up_proj.weight, and so on
 
 All numbers are the same to the bit; those of raised norms are float32, as 1 is taken off.
@@ -54,10 +55,14 @@ _IMAGES = re.compile(r"(?:vision_tower|vision_model|visual|model\.visual|model\.
 _LATENT = re.compile(r".*\.(?:embed_q|unembed_out)\.weight")
 _DENSE = re.compile(r".*\blayers\.(\d{1,6})\.(?:mlp|feed_forward)\.(gate|up|down)_proj\.(weight|scales|biases|bias)")
 _DENSE_KINDS = "granitemoehybrid", "lfm2_moe"
-_OUTER = {
+_QWENS = {
     "language_model.model.": "model.language_model.", "language_model.lm_head.": "lm_head.", "vision_tower.": "model.visual.",
 }  # fmt: skip
-_OUTER_KINDS = "qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"
+_OUTER: dict[object, Mapping[str, str]] = {
+    **dict.fromkeys(("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "qwen3_5_moe"), _QWENS),
+    "mllama": {"vision_tower.": "vision_model."},
+}
+"""Beginnings of names, by the kind of model."""
 _SHARED = re.compile(r"(.*\.shared_mlp)\.input_linear\.(weight|scales|biases)")
 
 
@@ -127,18 +132,19 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
         if f"{shared[1]}.input_linear.scales" in names and len(shape) == 2 and shape[0] % 2 == 0:
             for half, part in enumerate(("gate_proj", "up_proj")):
                 found[f"{shared[1]}.{part}.{shared[2]}"] = _Source(shared[0], half=half)
-    return _by_other_prefixes(found, names) if kind in _OUTER_KINDS else found
+    prefixes = _OUTER.get(kind) if isinstance(kind, str) else None
+    return found if prefixes is None else _by_other_prefixes(found, names, prefixes)
 
 
-def _by_other_prefixes(found: dict[str, _Source], names: list[str]) -> dict[str, _Source]:
+def _by_other_prefixes(found: dict[str, _Source], names: list[str], prefixes: Mapping[str, str]) -> dict[str, _Source]:
     """The same, and what else has a prefix of mlx-vlm's, with those that transformers has."""
     gone = {source.stored for source in found.values()}
     whole = {**{name: _Source(name) for name in names if name not in gone}, **found}
     renamed: dict[str, _Source] = {}
     for name, source in whole.items():
-        prefix = next(filter(name.startswith, _OUTER), None)
+        prefix = next(filter(name.startswith, prefixes), None)
         if prefix is not None:
-            renamed[_OUTER[prefix] + name.removeprefix(prefix)] = source
+            renamed[prefixes[prefix] + name.removeprefix(prefix)] = source
         elif name in found:
             renamed[name] = source
     return renamed

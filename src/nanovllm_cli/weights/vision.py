@@ -20,6 +20,7 @@ from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes
 from nanovllm_cli.models.tower_fastvit import fastvit_stored
 from nanovllm_cli.models.tower_layers import Seeing
 from nanovllm_cli.models.tower_sam import sam_stored
+from nanovllm_cli.models.tower_tiles import tiles_arranged, tiles_stored
 from nanovllm_cli.models.tower_videos import with_video
 from nanovllm_cli.models.towers import TowerFamily, tower_family
 from nanovllm_cli.vision_spec import Stored, TowerSpec, VisionSpec
@@ -216,6 +217,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         return sam_stored(spec, of_file=of_file)
     if spec.fastvit is not None:
         return fastvit_stored(spec)
+    if spec.tiles is not None:
+        return tiles_stored(spec)
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
@@ -252,6 +255,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
 
 def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
+    if spec.tiles is not None:
+        return tiles_arranged(ours, stored, spec)
     if spec.fastvit is not None:  # of kernels of single patches, and gains of lines and columns, what is left without these
         return stored.flatten(stored.dim() - 3) if stored.dim() > 2 and stored.shape[-2:] == (1, 1) else stored
     if spec.sam is not None and ours == "positions.weight":
