@@ -25,6 +25,7 @@ from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_
 from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
+from nanovllm_cli.weights.quantized_quark import read_quark
 from nanovllm_cli.weights.quantized_weight import QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
@@ -42,8 +43,12 @@ FAMILIES: dict[str, ReadFamily] = {
     METHOD: read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "quark": read_quark,
 }
-KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale")
+KV_CACHE_SCALES = (
+    ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale", ".prob_output_scale",
+    ".output_zero_point",
+)  # fmt: skip
 
 
 def open_reader(checkpoint: Checkpoint) -> WeightReader:

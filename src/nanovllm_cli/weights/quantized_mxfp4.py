@@ -2,8 +2,9 @@
 
     gpt-oss                     NAME_blocks [..., K / 32, 16] and NAME_scales [..., K / 32]
     compressed-tensors          weight_packed [N, K / 2] and weight_scale [N, K / 32]
+    Quark                       weight [N, K / 2] and weight_scale [N, K / 32]
 
-Both put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has the scale first, and number i beside
+All put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has the scale first, and number i beside
 number i + 16; that is the form that rows have here. Format: OCP Microscaling Formats 1.0, section 5; ggml's block_mxfp4.
 """
 
@@ -34,9 +35,12 @@ def mxfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MXFP4Weight:
+    """others: tensors that are not read."""
+
     shape: tuple[int, ...]
     codes: Part
     scales: Part
+    others: tuple[Part, ...] = ()
 
     @property
     def format(self) -> Blocks:
@@ -44,7 +48,7 @@ class MXFP4Weight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.codes, self.scales)
+        return (self.codes, self.scales, *self.others)
 
     def rows(self, first: int, end: int) -> BlockRows:
         width = self.shape[-1]
@@ -55,9 +59,9 @@ class MXFP4Weight:
         return BlockRows(mxfp4_blocks(codes, scales))
 
 
-def packed_weight(module: Module) -> MXFP4Weight:
-    """Of a module of compressed-tensors."""
-    codes = module.matrix("weight_packed", BYTES)
+def mxfp4_weight(module: Module, suffix: str) -> MXFP4Weight:
+    """Of a module that has its codes under this suffix, and weight_scale."""
+    codes = module.matrix(suffix, BYTES)
     num_rows, width = codes.shape[0], codes.shape[1] * 2
     codes.check_width(Blocks("MXFP4"), width)
     return MXFP4Weight((num_rows, width), codes, module.part("weight_scale", SCALE_TYPES, (num_rows, width // BLOCK)))
