@@ -25,7 +25,7 @@ from nanovllm_cli.weights.mlx_names import METHOD
 from nanovllm_cli.weights.quantized_mlx import AffineWeight, read_mlx
 from nanovllm_cli.weights.quantized_mxfp4 import MXFP4Weight
 from nanovllm_cli.weights.quantized_nvfp4 import NVFP4Weight
-from nanovllm_cli.weights.quantized_weight import QuantizedWeight, Unpacked
+from nanovllm_cli.weights.quantized_weight import QuantizedWeight, Unpacked, numbers
 from nanovllm_cli.weights.weight_reader import row_slices
 
 BLOCK = 32
@@ -75,8 +75,7 @@ class MLXNumbers(Unpacked):
     def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
         if name not in self.kinds:
             return super().tensor(name, rows)
-        weight = self._weights[name]
-        return weight.format.dequantize(weight.rows(*(rows or (0, weight.shape[0]))))
+        return numbers(self._weights[name], *(rows or (0, self._weights[name].shape[0])))
 
     def raw(self, name: str) -> torch.Tensor:
         if name not in self.kinds:

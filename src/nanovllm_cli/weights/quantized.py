@@ -22,11 +22,12 @@ from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
 from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_gptq
+from nanovllm_cli.weights.quantized_hqq import read_hqq
 from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
 from nanovllm_cli.weights.quantized_quark import read_quark
-from nanovllm_cli.weights.quantized_weight import QuantizedWeight
+from nanovllm_cli.weights.quantized_weight import InNumbers, QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
 
@@ -40,6 +41,7 @@ FAMILIES: dict[str, ReadFamily] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "hqq": read_hqq,
     METHOD: read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
@@ -112,6 +114,13 @@ class QuantizedReader(PlainReader):
 
     def format(self, name: str) -> Format | None:
         return self._weights[name].format if name in self._weights else None
+
+    def stored_as(self, name: str) -> str:
+        weight = self._weights.get(name)
+        return weight.stored_as if isinstance(weight, InNumbers) else super().stored_as(name)
+
+    def is_tensor(self, name: str) -> bool:
+        return name not in self._weights
 
     def slices(self, name: str) -> Slices:
         if name not in self._weights:

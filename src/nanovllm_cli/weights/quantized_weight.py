@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -30,17 +30,35 @@ _SCALE_NAMES: dict[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16", "F32
 
 
 class QuantizedWeight(Protocol):
-    """One weight, made of `parts`. shape: (N, K), or more in front of the columns, which rows run through one after the other."""
+    """One weight, made of `parts`. format: None where rows are plain numbers. shape: (N, K), or more in front of the columns,
+    which rows run through one after the other."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> Format | None: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def parts(self) -> tuple[Part, ...]: ...
 
-    def rows(self, first: int, end: int) -> QuantizedRows:
+    def rows(self, first: int, end: int) -> QuantizedRows | torch.Tensor:
         """Rows first … end - 1; first is a multiple of ROWS_TOGETHER. CheckpointError for values that cannot be."""
+
+
+@runtime_checkable
+class InNumbers(Protocol):
+    """A weight whose rows may be plain numbers. stored_as: what its codes are called."""
+
+    @property
+    def stored_as(self) -> str: ...
+
+
+def numbers(weight: QuantizedWeight, first: int, end: int) -> torch.Tensor:
+    """float32 [n, K]: what rows first … end - 1 stand for."""
+    rows = weight.rows(first, end)
+    if isinstance(rows, torch.Tensor):
+        return rows.float()
+    assert weight.format is not None
+    return weight.format.dequantize(rows)
 
 
 @dataclass(frozen=True)
