@@ -27,6 +27,7 @@ from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
 from nanovllm_cli.weights.quantized_quark import read_quark
+from nanovllm_cli.weights.quantized_torchao import read_torchao
 from nanovllm_cli.weights.quantized_weight import InNumbers, QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
@@ -46,6 +47,7 @@ FAMILIES: dict[str, ReadFamily] = {
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
     "quark": read_quark,
+    "torchao": read_torchao,
 }
 KV_CACHE_SCALES = (
     ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale", ".prob_output_scale",
