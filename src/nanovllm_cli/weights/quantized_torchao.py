@@ -137,7 +137,8 @@ def read_torchao(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quan
         raise UnsupportedError(f"{checkpoint.path}: tensor {other!r} is of no layer's weight", "take the unquantized model")
     weights: dict[str, QuantizedWeight] = {}
     for module in modules(checkpoint, [PREFIX + part for part in PARTS]):
-        own = Module(checkpoint, module.name, {name.removeprefix(PREFIX): theirs for name, theirs in module.suffixes.items()})
+        parts = {name.removeprefix(PREFIX): theirs for name, theirs in module.suffixes.items()}
+        own = Module(checkpoint, module.name, parts, PREFIX)
         weights[module.weight_name] = _weight(module, own)
     return weights
 

@@ -131,11 +131,12 @@ def those(*parts: Part | None) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Module:
-    """The tensors of one module. suffixes: what follows its name and a dot -> the tensor's name."""
+    """The tensors of one module. suffixes: what follows its name, a dot and the prefix -> the tensor's name."""
 
     checkpoint: Checkpoint
     name: str
     suffixes: Mapping[str, str]
+    prefix: str = ""
 
     @property
     def weight_name(self) -> str:
@@ -153,7 +154,7 @@ class Module:
         """A tensor that must be there, in one of these dtypes and, where any are given, shapes (None: any size)."""
         if suffix not in self.suffixes:
             raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {f'{self.name}.{suffix}'!r} is missing, which belongs to "
+                f"{self.checkpoint.path}: tensor {f'{self.name}.{self.prefix}{suffix}'!r} is missing, which belongs to "
                 f"{min(self.suffixes.values())!r}",
                 QUANTIZED_ELSEWHERE,
             )
