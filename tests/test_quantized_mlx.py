@@ -37,7 +37,19 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.quantized_weight import unpack
-from quantized_checkpoints import NAME, Made, Maker, Tensors, module, open_quantized, packed, read_weight, small_slices
+from quantized_checkpoints import (
+    NAME,
+    Made,
+    Maker,
+    Tensors,
+    e4m3,
+    e4m3_codes,
+    module,
+    open_quantized,
+    packed,
+    read_weight,
+    small_slices,
+)
 from test_convert import SETTINGS, TINY
 from test_quantized_models import EXPERTS, PROMPTS, SIZES, worst_difference
 
@@ -74,6 +86,13 @@ def nvfp4(rows: int, columns: int, random: np.random.Generator) -> Made:
     scales = (torch.from_numpy(random.uniform(0.02, 0.1, (rows, columns // 16)))).to(torch.float8_e4m3fn)
     words = torch.from_numpy(packed(codes.T, 4).T.copy()).view(torch.uint32)
     return {"weight": words, "scales": scales.view(torch.uint8)}, FP4[codes] * np.repeat(scales.double().numpy(), 16, 1)
+
+
+def mxfp8(rows: int, columns: int, random: np.random.Generator) -> Made:
+    codes = e4m3_codes(random, rows, columns)
+    scales = random.integers(112, 118, (rows, columns // 32)).astype(np.uint8)
+    words = torch.from_numpy(codes.view("<u4")).view(torch.uint32)
+    return {"weight": words, "scales": torch.from_numpy(scales)}, e4m3(codes) * np.repeat(2.0 ** (scales - 127.0), 32, 1)
 
 
 def settings(bits: int = 4, group: int = 64, mode: str = "affine", **layers: Any) -> dict[str, Any]:
@@ -180,6 +199,17 @@ def test_four_bit_modes_with_and_without_a_number_for_all(tmp_path: Path) -> Non
     np.testing.assert_allclose(read_weight(reader, f"{third}.weight"), made[2][1] * 2.5 / (448 * 6), rtol=1e-6)
 
 
+@pytest.mark.parametrize("said", [settings(8, 32, "mxfp8"), settings(4, 64)])
+def test_mxfp8_are_numbers_that_bfloat16_holds(said: dict[str, Any], tmp_path: Path) -> None:
+    """Whether the mode is said or the scales show it."""
+    tensors, expected = drawn(mxfp8)
+    reader = open_quantized(write(tmp_path, module(tensors), said))
+    assert (reader.names(), reader.format(WEIGHT), reader.stored_as(WEIGHT)) == ({WEIGHT}, None, "mxfp8:e4m3")
+    rows = torch.cat([rows for rows, _ in reader.slices(WEIGHT)])  # type: ignore[misc]
+    np.testing.assert_array_equal(rows.double().numpy(), expected)
+    assert torch.equal(rows.bfloat16().float(), rows)
+
+
 def test_each_expert_of_a_stack_has_its_own_number(tmp_path: Path) -> None:
     made = [nvfp4(64, 128, np.random.default_rng(e)) for e in range(3)]
     tensors: Tensors = {name: torch.stack([each[name] for each, _ in made]) for name in ("weight", "scales")}
@@ -247,6 +277,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                    shared_expert_intermediate_size=64), settings(**ROUTED)),
     "qwen3_5": (Qwen3_5TextConfig(**TEXT | HYBRID | {"num_hidden_layers": 4}), settings(5)),
     "lfm2": (Lfm2Config(**LFM), settings(6, 32)),
+    "llama, mxfp8": (LlamaConfig(**TEXT), settings(8, 32, "mxfp8")),
     "lfm2_moe": (
         Lfm2MoeConfig(**LFM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, num_dense_layers=1), settings(),
     ),
@@ -295,7 +326,8 @@ def save_mlx(folder: Path, config: Any, quantization: dict[str, Any] | None, pre
                 continue
             base = theirs.removesuffix(".weight")
             own = quantization.get(base, quantization)
-            maker = mxfp4 if own["mode"] == "mxfp4" else affine(own["bits"], own["group_size"], torch.float32)
+            kinds = {"mxfp4": mxfp4, "mxfp8": mxfp8}
+            maker = kinds.get(own["mode"]) or affine(own["bits"], own["group_size"], torch.float32)
             made, weight = maker(int(np.prod(part.shape[:-1])), part.shape[-1], random)
             stacked = {suffix: tensor.view(*part.shape[:-1], -1) for suffix, tensor in made.items()}
             tensors |= module(stacked, prefix(base))
@@ -473,7 +505,14 @@ BAD: dict[str, tuple[Tensors, Any, type[NanovllmError], str]] = {
     "groups of 2**40": (changed(), settings(4, 1 << 40), CheckpointError, "'group_size' must be"),
     "bits are a word": (changed(), settings("four"), CheckpointError, "'bits' must be a whole number"),  # type: ignore[arg-type]
     "mode is a number": (changed(), settings(mode=4), CheckpointError, "'mode' must be a string"),  # type: ignore[arg-type]
-    "mxfp8": (changed(), settings(8, 32, "mxfp8"), UnsupportedError, "in MLX's mode 'mxfp8'"),
+    "mxfp5": (changed(), settings(8, 32, "mxfp5"), UnsupportedError, "in MLX's mode 'mxfp5'"),
+    "mxfp8, scales of others": (
+        drawn(mxfp8)[0] | {"scales": torch.zeros(140, 4, dtype=torch.uint8)}, settings(8, 32, "mxfp8"), CheckpointError,
+        "expected [140, 8]",
+    ),
+    "mxfp8 with biases": (
+        drawn(mxfp8)[0] | {"biases": torch.ones(140, 8)}, settings(8, 32, "mxfp8"), CheckpointError, "belongs to no",
+    ),
     "8 bits, says the config": (changed(), settings(8), CheckpointError, "has 32 words in a row, expected 64"),
     "groups of 32, says the config": (changed(), settings(4, 32), CheckpointError, "has 32 words in a row, expected 16"),
     "its own settings say so": (changed(), settings(**{NAME: settings(8)}), CheckpointError, "expected 64"),

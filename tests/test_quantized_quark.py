@@ -70,6 +70,7 @@ MXFP4 = spec("fp4", "per_group", group_size=32, ch_axis=-1, scale_format="e8m0",
 NVFP4 = [spec("fp4", "per_group", group_size=16, scale_format="float32", symmetric=None), spec("fp8_e4m3", is_scale_quant=True)]
 FP8_INPUT = spec("fp8_e4m3")
 DYNAMIC = {"is_dynamic": True}
+E8M0 = {"scale_format": "e8m0"}
 
 
 def words(codes: np.ndarray, pack: str) -> np.ndarray:
@@ -120,6 +121,36 @@ def mxfp4(rows: int, columns: int, random: np.random.Generator) -> Made:
     codes, scales = random.integers(0, 16, (rows, columns)), random.integers(118, 124, (rows, columns // 32)).astype(np.uint8)
     pairs = torch.from_numpy((codes[:, ::2] | codes[:, 1::2] << 4).astype(np.uint8))
     return {"weight": pairs, "weight_scale": torch.from_numpy(scales)}, FP4[codes] * np.repeat(2.0 ** (scales - 127.0), 32, 1)
+
+
+def small_float(codes: np.ndarray, exponent: int, mantissa: int, bias: int) -> np.ndarray:
+    """OCP's formats: a sign, an exponent, a mantissa, and numbers below the least exponent."""
+    sign, rest = codes >> exponent + mantissa, codes & (1 << exponent + mantissa) - 1
+    power, fraction = rest >> mantissa, (rest & (1 << mantissa) - 1) / (1 << mantissa)
+    value = np.where(power == 0, fraction * 2.0 ** (1 - bias), (1 + fraction) * 2.0 ** (power - float(bias)))
+    return np.where(sign == 1, -value, value)
+
+
+def mxfp8(kind: str) -> Maker:
+    exponent, mantissa, bias = {"fp8_e4m3": (4, 3, 7), "fp8_e5m2": (5, 2, 15), "fp6_e2m3": (2, 3, 1), "fp6_e3m2": (3, 2, 3)}[kind]
+
+    def make(rows: int, columns: int, random: np.random.Generator) -> Made:
+        codes = random.integers(0, 1 << 1 + exponent + mantissa, (rows, columns))
+        if kind == "fp8_e4m3":
+            codes[(codes & 127) == 127] = 0
+        elif kind == "fp8_e5m2":
+            codes[(codes & 127) >= 124] = 0
+        scales = random.integers(115, 124, (rows, columns // 32)).astype(np.uint8)
+        if kind.startswith("fp8"):
+            dtype = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}[kind]
+            data = torch.from_numpy(codes.astype(np.uint8)).view(dtype)
+        else:
+            stored = np.ascontiguousarray(packed(codes.T, 6).T).view(np.uint8)
+            data = torch.from_numpy(stored.reshape(rows, -1)[:, : columns * 6 // 8].copy())
+        values = small_float(codes, exponent, mantissa, bias) * np.repeat(2.0 ** (scales - 127.0), 32, 1)
+        return {"weight": data, "weight_scale": torch.from_numpy(scales)}, values
+
+    return make
 
 
 def drawn(maker: Maker, rows: int = 140, columns: int = 192) -> Made:
@@ -202,6 +233,20 @@ def test_mxfp4(inputs: Any, tmp_path: Path) -> None:
     np.testing.assert_array_equal(read_weight(reader), expected)
 
 
+@pytest.mark.parametrize("kind", ["fp8_e4m3", "fp8_e5m2", "fp6_e2m3", "fp6_e3m2"])
+def test_mxfp8_and_mxfp6_are_numbers_that_bfloat16_holds(kind: str, tmp_path: Path, monkeypatch: Any) -> None:
+    small_slices(monkeypatch)
+    tensors, expected = drawn(mxfp8(kind))
+    tensors["input_scale"] = torch.tensor(0.5)
+    said = settings(spec(kind, **GROUPS, **E8M0), spec(kind, **GROUPS, **E8M0) | DYNAMIC)
+    reader = open_quantized(write(tmp_path, module(tensors), said))
+    assert (reader.names(), reader.format(WEIGHT)) == ({WEIGHT}, None)
+    assert reader.stored_as(WEIGHT) == f"mx{kind.replace('_', ':')}"
+    rows = torch.cat([rows for rows, _ in reader.slices(WEIGHT)])  # type: ignore[misc]
+    np.testing.assert_array_equal(rows.double().numpy(), expected)
+    assert torch.equal(rows.bfloat16().float(), rows)
+
+
 def test_nvfp4(tmp_path: Path) -> None:
     tensors, expected = drawn(nvfp4("modelopt"))
     tensors["input_scale_2"] = tensors.pop("input_scale")[0]
@@ -247,7 +292,7 @@ def test_awq_as_quark_writes_it(zero_point: bool, pack: str, names: tuple[str, .
     """Without zero points codes are two's complement; and what some versions call scales and zero points."""
     tensors, expected = drawn(integers("uint4" if zero_point else "int4", "per_group", pack, not zero_point), 136)
     renamed = dict(zip(names, (tensors[name] for name in ("weight", "weight_scale", "weight_zero_point")), strict=True))
-    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": zero_point, "version": "gemm", "pack_method": pack}
+    config = {"quant_method": "awq", "bits": 4, "group_size": 32, "zero_point": zero_point, "pack_method": pack}
     reader = open_quantized(write(tmp_path, module(renamed), config))
     assert reader.names() == {WEIGHT}
     np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6, atol=1e-9)
@@ -318,7 +363,13 @@ BAD: dict[str, tuple[Tensors, Any, type[NanovllmError], str]] = {
     "inputs that are rotated": (changed(I8, input_rotation=torch.ones(8, 8, dtype=torch.int8)), SAID8,
                                 UnsupportedError, "rotates"),
     "inputs that are scaled": (changed(I8, input_prescale=torch.ones(64)), SAID8, UnsupportedError, "scales what goes into"),
-    "mxfp6": (changed(mxfp4), settings(spec("fp6_e3m2", **GROUPS)), UnsupportedError, "weights in fp6_e3m2"),
+    "fp6, scales that are floats": (changed(mxfp4), settings(spec("fp6_e3m2", **GROUPS)), UnsupportedError, "weights in fp6_e3m2"),
+    "mxfp8 in groups of 64": (changed(mxfp8("fp8_e4m3")), settings(spec("fp8_e4m3", **GROUPS | {"group_size": 64}, **E8M0)),
+                              UnsupportedError, "groups of 64"),
+    "mxfp8, a scale is NaN": (changed(mxfp8("fp8_e4m3"), weight_scale=torch.full((32, 2), 255, dtype=torch.uint8)),
+                              settings(spec("fp8_e4m3", **GROUPS, **E8M0)), CheckpointError, "scales that are NaN"),
+    "mxfp6, scales of other groups": (changed(mxfp8("fp6_e2m3"), weight_scale=torch.zeros(32, 3, dtype=torch.uint8)),
+                                      settings(spec("fp6_e2m3", **GROUPS, **E8M0)), CheckpointError, "expected [32, 2]"),
     "mx, as it once was": (changed(mxfp4), settings(spec("mx", **GROUPS)), UnsupportedError, "weights in mx"),
     "fp4 with scales that are floats": (changed(mxfp4), settings(MXFP4 | {"scale_format": "float32"}),
                                         UnsupportedError, "in float32"),

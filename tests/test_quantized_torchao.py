@@ -36,7 +36,8 @@ from test_quantized_models import PROMPTS, SIZES, build, worst_difference
 WEIGHT = f"{NAME}.weight"
 CONFIG = {"quant_method": "torchao", "quant_type": {"default": {"_type": "Int8WeightOnlyConfig", "_version": 2, "_data": {}}}}
 DTYPE = {"_type": "torch.dtype", "_data": "bfloat16"}
-SYMMETRIC = {"mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}, "granularity": {"_type": "PerRow", "_data": {"dim": -1}}}
+PER_ROW = {"_type": "PerRow", "_data": {"dim": -1}}
+SYMMETRIC = {"mapping_type": {"_type": "MappingType", "_data": "SYMMETRIC"}, "granularity": PER_ROW}
 ROUNDED = {"_type": "QuantizeTensorToInt8Kwargs", "_data": SYMMETRIC}
 ROUNDED_FP8 = {"_type": "QuantizeTensorToFloat8Kwargs", "_data": {"float8_dtype": DTYPE | {"_data": "float8_e4m3fn"}}}
 

@@ -5,7 +5,7 @@ words.
                32, 64 or 128. One bit is kept in two
     mxfp4      weight, scales [N, K / 32] uint8: OCP's e2m1 numbers, and powers of two (e8m0)
     nvfp4      weight, scales [N, K / 16] uint8: e2m1 numbers, and e4m3 scales; with global_scale a float32 for all of a weight
-    mxfp8      e4m3 numbers with powers of two for 32 of them: no kernel here has these
+    mxfp8      weight, scales [N, K / 32] uint8: e4m3 numbers, and powers of two; see quantized_microscaled.py
 
 Scales of affine weights have either sign: MLX begins a group at the end that is farther from 0. Embeddings and heads are
 quantized like any other matrix. Which bits, groups and mode a module has its own settings say, else those of all; the tensors'
@@ -27,6 +27,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Affine, Blocks
 from nanovllm_cli.quant.rows import AffineRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_microscaled import MicroscaledWeight, check_blocks
 from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, MXFP4Weight
 from nanovllm_cli.weights.quantized_nvfp4 import GROUP, NVFP4Weight
 from nanovllm_cli.weights.quantized_weight import BYTES, FLOATS, Module, Part, QuantizedWeight, modules, unpack
@@ -38,7 +39,7 @@ _FP = {"mxfp4": BLOCK, "nvfp4": GROUP}
 """Modes of four bits, and their groups."""
 NVFP4_WHOLE = 448.0 * 6
 """What a global_scale is the largest number of."""
-_ANOTHER = "known: affine, mxfp4, nvfp4; take the model in another one (mlx_lm.convert --q-mode affine), or a GGUF file"
+_ANOTHER = "known: affine, mxfp4, mxfp8, nvfp4; take the model in another one (mlx_lm.convert --q-mode affine), or a GGUF file"
 
 
 @dataclass(frozen=True)
@@ -93,6 +94,8 @@ def _weight(module: Module, read: ConfigReader, *, said: bool) -> QuantizedWeigh
         mode = {4 * BLOCK: "mxfp4", 4 * GROUP: "nvfp4"}.get(32 * codes.shape[1] // scales.shape[1], "mxfp8")
     if mode in _FP:
         return _of_four_bits(module, codes, mode)
+    if mode == "mxfp8":
+        return _of_eight_bits(module, codes)
     if mode != "affine":
         raise UnsupportedError(f"{read.where}: {module.name!r} in MLX's mode {mode[:40]!r}", _ANOTHER)
     return _affine(module, codes, read.integer("bits"), read.integer("group_size"), read.where)
@@ -111,6 +114,15 @@ def _affine(module: Module, codes: Part, bits: int, group: int, where: str) -> A
         raise codes.misfit(f"has {words} words in a row, expected {width * bits / 32:g} for {what}")
     form = Affine(max(bits, 2), group, scales.scale_type)  # type: ignore[arg-type]
     return AffineWeight(form, bits, (num_rows, width), codes, scales, biases)
+
+
+def _of_eight_bits(module: Module, codes: Part) -> MicroscaledWeight:
+    num_rows, width = codes.shape[0], codes.shape[1] * 4
+    check_blocks(codes, width)
+    scales = module.part("scales", BYTES, (num_rows, width // BLOCK))
+    if module.has("biases"):
+        raise module.any("biases").misfit("belongs to no weight in mxfp8")
+    return MicroscaledWeight((num_rows, width), "fp8_e4m3", codes, scales)
 
 
 def _of_four_bits(module: Module, codes: Part, mode: str) -> QuantizedWeight:

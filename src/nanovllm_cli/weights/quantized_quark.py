@@ -1,6 +1,7 @@
 """Weights as AMD's Quark stores them.
 
     fp8_e4m3        weight e4m3 [N, K]; weight_scale one, [N] or one a block of 128 x 128; input_scale one
+    fp8, fp6        with powers of two as scales of 32: see quantized_microscaled.py
     fp4             MXFP4: weight [N, K / 2] and weight_scale [N, K / 32], see quantized_mxfp4.py; with a scale of fp8 for 16
                     numbers, and weight_scale_2, NVFP4
     int8, uint8     weight [N, K], weight_scale one or [N], weight_zero_point alike; with a scale a group all of them turned:
@@ -36,6 +37,7 @@ from nanovllm_cli.quant.rows import IntegerRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import FP8_TYPES, OTHER_FP8_TYPES, fp8_weight
 from nanovllm_cli.weights.quantized_gptq import PACK_METHODS, checked_group, rounded_activations, unpack_awq
+from nanovllm_cli.weights.quantized_microscaled import BLOCK, EIGHT, SIX, MicroscaledWeight, check_blocks
 from nanovllm_cli.weights.quantized_mxfp4 import mxfp4_weight
 from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
 from nanovllm_cli.weights.quantized_schemes import MAX_GROUPS, MAX_NAME_LEN, bounded_pattern
@@ -47,7 +49,7 @@ SUFFIXES = (
 )  # fmt: skip
 BITS: dict[str, Literal[3, 4, 8]] = {"int8": 8, "uint8": 8, "int4": 4, "uint4": 4, "int3": 3}
 _STORED = {"int8": "I8", "uint8": "U8", "int3": "U8"}
-KNOWN = f"known: fp8_e4m3, MXFP4 and NVFP4 (fp4), {', '.join(BITS)}"
+KNOWN = f"known: fp8_e4m3, MXFP4 and NVFP4 (fp4), MXFP8 and MXFP6 (fp8_e5m2, {', '.join(SIX)}), {', '.join(BITS)}"
 _CACHED = re.compile(r"(?:[qkv]|qkv|kv_b|kv_a\w*)_proj|qkv|query_key_value|Wqkv")
 """Modules whose outputs go to a KV cache, or meet what is in it."""
 
@@ -212,6 +214,8 @@ def _weight(module: Module, layer: ConfigReader, reordered: bool) -> QuantizedWe
     if _specs(layer, "output_tensors") and not _CACHED.fullmatch(module.name.rpartition(".")[2]):
         raise UnsupportedError(f"{layer.where}: quantized outputs of {module.name!r}", "known: quantized weights and inputs")
     kinds = tuple(spec.text("dtype").lower() for spec in specs)
+    if len(kinds) == 1 and kinds[0] in (*EIGHT, *SIX) and specs[0].values.get("scale_format") == "e8m0":
+        return _microscaled(module, specs[0])
     if kinds == ("fp8_e4m3",):
         return _fp8(module, specs[0], _specs(layer, "input_tensors"))
     if kinds == ("fp4",):
@@ -265,6 +269,19 @@ def _mxfp4(module: Module, spec: ConfigReader) -> QuantizedWeight:
         raise UnsupportedError(told, "known: groups of 32, in e8m0")
     weight = mxfp4_weight(module, "weight")
     return replace(weight, others=_others(module, "weight", "weight_scale"))
+
+
+def _microscaled(module: Module, spec: ConfigReader) -> QuantizedWeight:
+    kind, group = spec.text("dtype").lower(), spec.integer("group_size")
+    _scheme(spec, "per_group")
+    if group != BLOCK:
+        raise UnsupportedError(f"{spec.where}: {kind} in groups of {group}", f"known: groups of {BLOCK}")
+    stored = {"fp8_e4m3": "F8_E4M3", "fp8_e5m2": "F8_E5M2"}.get(kind, "U8")
+    codes = module.matrix("weight", (stored,))
+    width = codes.shape[1] if kind in EIGHT else codes.shape[1] * 8 // 6
+    check_blocks(codes, width)
+    scales = module.part("weight_scale", ("U8", "F8_E8M0"), (codes.shape[0], width // BLOCK))
+    return MicroscaledWeight((codes.shape[0], width), kind, codes, scales, _others(module, "weight", "weight_scale"))
 
 
 def _nvfp4(module: Module, specs: list[ConfigReader]) -> QuantizedWeight:
