@@ -363,7 +363,7 @@ BAD: dict[str, tuple[Tensors, Any, type[NanovllmError], str]] = {
     "inputs that are rotated": (changed(I8, input_rotation=torch.ones(8, 8, dtype=torch.int8)), SAID8,
                                 UnsupportedError, "rotates"),
     "inputs that are scaled": (changed(I8, input_prescale=torch.ones(64)), SAID8, UnsupportedError, "scales what goes into"),
-    "fp6, scales that are floats": (changed(mxfp4), settings(spec("fp6_e3m2", **GROUPS)), UnsupportedError, "weights in fp6_e3m2"),
+    "fp6, float scales": (changed(mxfp4), settings(spec("fp6_e3m2", **GROUPS)), UnsupportedError, "weights in fp6_e3m2"),
     "mxfp8 in groups of 64": (changed(mxfp8("fp8_e4m3")), settings(spec("fp8_e4m3", **GROUPS | {"group_size": 64}, **E8M0)),
                               UnsupportedError, "groups of 64"),
     "mxfp8, a scale is NaN": (changed(mxfp8("fp8_e4m3"), weight_scale=torch.full((32, 2), 255, dtype=torch.uint8)),

@@ -76,6 +76,12 @@ def is_of_mlx(settings: Any) -> bool:
     return isinstance(settings, Mapping) and "quant_method" not in settings and {"bits", "group_size"} <= settings.keys()
 
 
+def is_quantized_by_mlx(checkpoint: Checkpoint) -> bool:
+    """Of one that `as_transformers_has_it` has seen."""
+    settings = checkpoint.config.get("quantization_config")
+    return isinstance(settings, Mapping) and settings.get("quant_method") == METHOD
+
+
 def as_transformers_has_it(checkpoint: Checkpoint) -> Checkpoint:
     """`checkpoint` itself where nothing differs. CheckpointError for more experts than are believed, UnsupportedError for what is
     not covered."""
