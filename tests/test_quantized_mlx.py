@@ -17,6 +17,7 @@ import torch
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
@@ -549,11 +550,92 @@ def test_more_experts_than_are_believed(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_latent_attention_as_mlx_makes_it_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"model.layers.0.self_attn.embed_q.weight": torch.zeros(2, 4, 4)}, settings())
-    with pytest.raises(UnsupportedError, match="latent attention's matrices as MLX") as caught:
-        open_checkpoint(tmp_path)
-    assert "GGUF" in str(caught.value.hint)
+# ---- latent attention, of which mlx-lm keeps two matrices a head in place of kv_b_proj ----
+
+LATENT = DeepseekV3Config(
+    **{name: value for name, value in SIZES.items() if name not in ("head_dim", "pad_token_id")}
+    | {"num_key_value_heads": 4, "num_hidden_layers": 2},
+    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)  # fmt: skip
+
+
+def save_latent(folder: Path, own: dict[str, Any] | None) -> Any:
+    """In float32, its two matrices a head quantized by these settings, or not at all."""
+    reference = random_model(LATENT)
+    tensors: Tensors = {}
+    for name, parameter in reference.state_dict().items():
+        base = name.rpartition(".kv_b_proj.")[0]
+        if not base:
+            tensors |= mlx_names(name, parameter.detach(), "deepseek_v3")
+            continue
+        whole = parameter.detach().view(4, 32 + 48, 64)
+        for part, matrix in (("embed_q", whole[:, :32].transpose(1, 2)), ("unembed_out", whole[:, 32:])):
+            if own is None:
+                tensors[f"{base}.{part}.weight"] = matrix.contiguous()
+                continue
+            made, weight = affine(own["bits"], 32, torch.float32)(matrix.shape[0] * matrix.shape[1], matrix.shape[2],
+                                                                   np.random.default_rng(3))  # fmt: skip
+            tensors |= module({key: tensor.view(*matrix.shape[:2], -1) for key, tensor in made.items()}, f"{base}.{part}")
+            matrix.copy_(torch.from_numpy(weight).view(matrix.shape))
+    said = None if own is None else own
+    write(folder, tensors, said, {**LATENT.to_dict(), "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32"})
+    return reference
+
+
+@pytest.mark.parametrize("own", [None, settings(4, 32), settings(8, 32)])
+def test_latent_attention_as_mlx_has_it(own: dict[str, Any] | None, tmp_path: Path) -> None:
+    reference = save_latent(tmp_path, own)
+    worker = worker_for(tmp_path, dtype="float32")
+    assert worst_difference(worker, reference) < 1e-4
+    together = run(engine_for(worker, max_num_batched_tokens=20), [(ids, greedy(8)) for ids in PROMPTS])
+    for ids, output in zip(PROMPTS, together, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids + list(output.outputs[0].token_ids)])).logits[0]
+        assert list(output.outputs[0].token_ids) == logits[len(ids) - 1 : -1].argmax(-1).tolist()
+    with open_checkpoint(tmp_path) as checkpoint:
+        reader = open_reader(checkpoint)
+        name = "model.layers.1.self_attn.kv_b_proj.weight"
+        assert reader.shape(name) == (4 * 80, 64)
+        assert not any("embed_q" in name or "unembed" in name for name in reader.names())
+        if own is None:
+            assert torch.equal(checkpoint.raw(name).view(torch.float32).reshape(320, 64), checkpoint.tensor(name))
+            assert torch.equal(checkpoint.tensor(name, (100, 130)), checkpoint.tensor(name)[100:130])
+
+
+def latent(part: str, shape: tuple[int, int, int], **more: torch.Tensor) -> Tensors:
+    heads, rows, columns = shape
+    ones = torch.ones(heads, rows, columns // 32)
+    made = {"weight": torch.zeros(heads, rows, columns // 8, dtype=torch.uint32), "scales": ones, "biases": ones}
+    return module(made | more, f"model.layers.0.self_attn.{part}")
+
+
+BAD_LATENT: dict[str, tuple[Tensors, dict[str, Any], type[NanovllmError], str]] = {
+    "one of two": (latent("embed_q", (2, 64, 32)), settings(4, 32), CheckpointError, "no quantized matrix"),
+    "ranks that differ": (latent("embed_q", (2, 64, 32)) | latent("unembed_out", (2, 48, 32)), settings(4, 32), CheckpointError,
+                          "to [2, 48, 32]"),
+    "heads that differ": (latent("embed_q", (2, 64, 32)) | latent("unembed_out", (3, 48, 64)), settings(4, 32), CheckpointError,
+                          "to [3, 48, 64]"),
+    "another mode": (latent("embed_q", (2, 64, 32)), settings(4, 32, "mxfp4"), UnsupportedError, "mode 'mxfp4'"),
+    "words of another width": (latent("embed_q", (2, 64, 32)), settings(8, 32), CheckpointError, "expected [2, 64, 8]"),
+    "no biases": ({name: tensor for name, tensor in latent("embed_q", (2, 64, 32)).items() if not name.endswith("biases")},
+                  settings(4, 32), CheckpointError, "biases' is missing"),
+    "a scale is NaN": (latent("embed_q", (2, 64, 32), scales=torch.full((2, 64, 1), np.nan)) | latent("unembed_out", (2, 48, 64)),
+                       settings(4, 32), CheckpointError, "NaN or infinite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_LATENT)
+def test_bad_latent_attention_is_told_of(case: str, tmp_path: Path) -> None:
+    tensors, said, error, words = BAD_LATENT[case]
+    write(tmp_path, tensors, said)
+    with pytest.raises(NanovllmError) as raised:
+        for _ in open_quantized(tmp_path).slices("model.layers.0.self_attn.kv_b_proj.weight"):
+            pass
+    assert type(raised.value) is error
+    assert words in raised.value.message
+    assert raised.value.hint
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 3, 3), (8, 16, 3, 3), (8, 3, 3, 3), (8, 3, 2, 14, 14), (8, 16, 16, 16)])

@@ -131,7 +131,7 @@ def _classes(weights: Iterable[tuple[str, int, int, str]]) -> list[TensorClass]:
 def _type(reader: WeightReader, checkpoint: Checkpoint, name: str) -> str:
     form = reader.format(name)
     if form is None:
-        return reader.stored_as(name)
+        return reader.stored_as(name) or checkpoint.info(name).dtype_name
     return form.name.upper() if checkpoint.format == "gguf" else form.name
 
 

@@ -239,9 +239,8 @@ def make_plan(original: Original, choices: Choices) -> Plan:
 def _check_kept(items: list[Planned], original: Original) -> None:
     """UnsupportedError for weights of a quantized original that would stay in its own format: config.json could not say so."""
     for weight, form, _ in items:
-        reader = original.reader
-        if form is None and (reader.format(weight.source) is not None or not reader.is_tensor(weight.source)):
-            stored = reader.stored_as(weight.source)
+        stored = original.reader.stored_as(weight.source)
+        if form is None and stored is not None:
             raise UnsupportedError(
                 f"{weight.output} is {stored} in {original.name}, and can't stay so in a folder of another format",
                 "name a format for it: --head, or --tensor-type REGEX=FORMAT",

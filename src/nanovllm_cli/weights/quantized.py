@@ -127,12 +127,9 @@ class QuantizedReader(PlainReader):
     def format(self, name: str) -> Format | None:
         return self._weights[name].format if name in self._weights else None
 
-    def stored_as(self, name: str) -> str:
+    def stored_as(self, name: str) -> str | None:
         weight = self._weights.get(name)
         return weight.stored_as if isinstance(weight, InNumbers) else super().stored_as(name)
-
-    def is_tensor(self, name: str) -> bool:
-        return name not in self._weights
 
     def slices(self, name: str) -> Slices:
         if name not in self._weights:

@@ -12,7 +12,7 @@ quantized like any other matrix. Which bits, groups and mode a module has its ow
 shapes must agree. Words are little-endian, so that a row's bytes are its codes' bits in order. Source: mlx.core.quantize, and
 what mlx_lm.utils.load_model makes of a folder.
 
-Legend: N rows, K columns (inputs), E experts.
+Legend: N rows, K columns (inputs), E experts; H heads of D numbers, V of a value, R of what is kept for all heads.
 """
 
 from __future__ import annotations
@@ -27,6 +27,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Affine, Blocks
 from nanovllm_cli.quant.rows import AffineRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.mlx_names import of_heads
 from nanovllm_cli.weights.quantized_microscaled import MicroscaledWeight, check_blocks
 from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, MXFP4Weight
 from nanovllm_cli.weights.quantized_nvfp4 import GROUP, NVFP4Weight
@@ -35,11 +36,57 @@ from nanovllm_cli.weights.quantized_weight import BYTES, FLOATS, Module, Part, Q
 WORDS = ("U32",)
 BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
 _SUFFIXES = ("weight", "scales", "biases", "global_scale")
+_LATENT = ("embed_q", "unembed_out")
 _FP = {"mxfp4": BLOCK, "nvfp4": GROUP}
 """Modes of four bits, and their groups."""
 NVFP4_WHOLE = 448.0 * 6
 """What a global_scale is the largest number of."""
 _ANOTHER = "known: affine, mxfp4, mxfp8, nvfp4; take the model in another one (mlx_lm.convert --q-mode affine), or a GGUF file"
+
+
+@dataclass(frozen=True)
+class Heads:
+    """An affine matrix a head: codes uint32 [H, N, K * bits / 32], scales and biases [H, N, K / group]."""
+
+    bits: int
+    group: int
+    shape: tuple[int, int, int]
+    codes: Part
+    scales: Part
+    biases: Part
+
+    def numbers(self) -> torch.Tensor:
+        """float32 [H, N, K]."""
+        codes = unpack(self.codes.read().contiguous().view(torch.uint8), self.bits, self.shape[2])
+        scales, biases = (
+            part.checked_numbers(part.read()).float().repeat_interleave(self.group, -1) for part in (self.scales, self.biases)
+        )
+        return codes * scales + biases
+
+
+@dataclass(frozen=True)
+class LatentWeight:
+    """kv_b_proj [H (D + V), R] of the two matrices that mlx-lm makes of it, as numbers: embed_q [H, R, D] is the first turned
+    over, with groups of its own; unembed_out [H, V, R]."""
+
+    shape: tuple[int, int]
+    embed: Heads
+    unembed: Heads
+
+    @property
+    def format(self) -> None:
+        return None
+
+    @property
+    def stored_as(self) -> str:
+        return f"affine{self.embed.bits}:group={self.embed.group}"
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return tuple(part for heads in (self.embed, self.unembed) for part in (heads.codes, heads.scales, heads.biases))
+
+    def rows(self, first: int, end: int) -> torch.Tensor:
+        return of_heads(self.embed.numbers(), self.unembed.numbers())[first:end].contiguous()
 
 
 @dataclass(frozen=True)
@@ -71,6 +118,7 @@ def read_mlx(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantize
     layers = config.values.get("layers")
     layers = layers if isinstance(layers, Mapping) else {}
     found: dict[str, QuantizedWeight] = {}
+    heads: dict[str, dict[str, Heads]] = {}
     names = set(checkpoint.names())
     for module in modules(checkpoint, _SUFFIXES):
         bare = module.name in names  # gpt-oss' experts, which have no ".weight"
@@ -81,8 +129,39 @@ def read_mlx(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantize
         own = Module(checkpoint, module.name, {**module.suffixes, "weight": module.name}) if bare else module
         settings = layers.get(module.name)
         read = ConfigReader(settings, f"{config.where}: {module.name}") if isinstance(settings, Mapping) else config
+        base, _, last = module.name.rpartition(".")
+        if last in _LATENT:
+            heads.setdefault(base, {})[last] = _heads(own, read)
+            continue
         found[module.name if bare else module.weight_name] = _weight(own, read, said=isinstance(settings, Mapping))
-    return found
+    return found | {f"{base}.kv_b_proj.weight": _latent(checkpoint, base, own) for base, own in heads.items()}
+
+
+def _heads(module: Module, read: ConfigReader) -> Heads:
+    mode, bits, group = read.text("mode", "affine").lower(), read.integer("bits"), read.integer("group_size")
+    if mode != "affine" or bits not in BITS or group not in GROUPS:
+        told = f"{read.where}: {module.name!r} in MLX's mode {mode[:40]!r}, {bits} bits in groups of {group}"
+        raise UnsupportedError(told, "known of latent attention: affine; or take a GGUF file")
+    scales = module.part("scales", FLOATS, (None, None, None))
+    heads, num_rows, groups = scales.shape
+    width = groups * group
+    if not heads * num_rows * groups or width * bits % 32:
+        raise scales.misfit(f"has the shape {list(scales.shape)}, which no words have {bits} bits for")
+    codes = module.part("weight", WORDS, (heads, num_rows, width * bits // 32))
+    biases = module.part("biases", (scales.dtype_name,), scales.shape)
+    return Heads(bits, group, (heads, num_rows, width), codes, scales, biases)
+
+
+def _latent(checkpoint: Checkpoint, base: str, own: Mapping[str, Heads]) -> LatentWeight:
+    for name in _LATENT:
+        if name not in own:
+            some = next(iter(own.values())).codes
+            raise some.misfit(f"has no quantized matrix {f'{base}.{name}'!r} beside it")
+    embed, unembed = own["embed_q"], own["unembed_out"]
+    if embed.shape[:2] != (unembed.shape[0], unembed.shape[2]):
+        raise embed.codes.misfit(f"is {list(embed.shape)} to {list(unembed.shape)} of {unembed.codes.name!r}")
+    heads, rank, size = embed.shape
+    return LatentWeight((heads * (size + unembed.shape[1]), rank), embed, unembed)
 
 
 def _weight(module: Module, read: ConfigReader, *, said: bool) -> QuantizedWeight:

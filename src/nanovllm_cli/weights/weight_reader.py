@@ -44,11 +44,8 @@ class WeightReader(Protocol):
     def format(self, name: str) -> Format | None:
         """What the weight is stored in; None for plain numbers."""
 
-    def stored_as(self, name: str) -> str:
-        """What it is called that it is stored in: a format's name, or a type's."""
-
-    def is_tensor(self, name: str) -> bool:
-        """Whether the weight is a tensor of the checkpoint, and not made of several."""
+    def stored_as(self, name: str) -> str | None:
+        """What a weight's codes are called; None for a tensor of plain numbers."""
 
     def slices(self, name: str) -> Slices:
         """(rows, index of the first) in order, some MiB at a time; floats are finite. File pages are let go as it proceeds."""
@@ -73,12 +70,8 @@ class PlainReader:
     def format(self, name: str) -> Format | None:
         return None
 
-    def stored_as(self, name: str) -> str:
-        form = self.format(name)
-        return self.checkpoint.info(name).dtype_name if form is None else form.name
-
-    def is_tensor(self, name: str) -> bool:
-        return True
+    def stored_as(self, name: str) -> str | None:
+        return None if (form := self.format(name)) is None else form.name
 
     def slices(self, name: str) -> Slices:
         for rows, first in float_slices(self.checkpoint, name):
