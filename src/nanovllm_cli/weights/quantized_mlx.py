@@ -31,7 +31,7 @@ from nanovllm_cli.weights.mlx_names import of_heads
 from nanovllm_cli.weights.quantized_microscaled import MicroscaledWeight, check_blocks
 from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, MXFP4Weight
 from nanovllm_cli.weights.quantized_nvfp4 import GROUP, NVFP4Weight
-from nanovllm_cli.weights.quantized_weight import BYTES, FLOATS, Module, Part, QuantizedWeight, modules, unpack
+from nanovllm_cli.weights.quantized_weight import BYTES, FLOATS, Module, Part, QuantizedWeight, modules, those, unpack
 
 WORDS = ("U32",)
 BITS, GROUPS = (1, 2, 3, 4, 5, 6, 8), (16, 32, 64, 128)
@@ -46,17 +46,23 @@ _ANOTHER = "known: affine, mxfp4, mxfp8, nvfp4; take the model in another one (m
 
 @dataclass(frozen=True)
 class Heads:
-    """An affine matrix a head: codes uint32 [H, N, K * bits / 32], scales and biases [H, N, K / group]."""
+    """A matrix a head [H, N, K]: codes uint32 [H, N, K * bits / 32], scales and biases [H, N, K / group]; or numbers alone."""
 
-    bits: int
-    group: int
-    shape: tuple[int, int, int]
+    shape: tuple[int, ...]
     codes: Part
-    scales: Part
-    biases: Part
+    scales: Part | None = None
+    biases: Part | None = None
+    bits: int = 0
+    group: int = 0
+
+    @property
+    def parts(self) -> tuple[Part, ...]:
+        return those(self.codes, self.scales, self.biases)
 
     def numbers(self) -> torch.Tensor:
         """float32 [H, N, K]."""
+        if self.scales is None or self.biases is None:
+            return self.codes.checked_numbers(self.codes.read()).float()
         codes = unpack(self.codes.read().contiguous().view(torch.uint8), self.bits, self.shape[2])
         scales, biases = (
             part.checked_numbers(part.read()).float().repeat_interleave(self.group, -1) for part in (self.scales, self.biases)
@@ -79,11 +85,12 @@ class LatentWeight:
 
     @property
     def stored_as(self) -> str:
-        return f"affine{self.embed.bits}:group={self.embed.group}"
+        one = self.embed if self.embed.bits else self.unembed
+        return f"affine{one.bits}:group={one.group}"
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return tuple(part for heads in (self.embed, self.unembed) for part in (heads.codes, heads.scales, heads.biases))
+        return (*self.embed.parts, *self.unembed.parts)
 
     def rows(self, first: int, end: int) -> torch.Tensor:
         return of_heads(self.embed.numbers(), self.unembed.numbers())[first:end].contiguous()
@@ -149,15 +156,20 @@ def _heads(module: Module, read: ConfigReader) -> Heads:
         raise scales.misfit(f"has the shape {list(scales.shape)}, which no words have {bits} bits for")
     codes = module.part("weight", WORDS, (heads, num_rows, width * bits // 32))
     biases = module.part("biases", (scales.dtype_name,), scales.shape)
-    return Heads(bits, group, (heads, num_rows, width), codes, scales, biases)
+    return Heads((heads, num_rows, width), codes, scales, biases, bits, group)
 
 
 def _latent(checkpoint: Checkpoint, base: str, own: Mapping[str, Heads]) -> LatentWeight:
+    """One of the two may be plain, whose rows don't divide into groups."""
+    both = dict(own)
     for name in _LATENT:
         if name not in own:
-            some = next(iter(own.values())).codes
-            raise some.misfit(f"has no quantized matrix {f'{base}.{name}'!r} beside it")
-    embed, unembed = own["embed_q"], own["unembed_out"]
+            module = Module(checkpoint, f"{base}.{name}", {"weight": f"{base}.{name}.weight"})
+            if f"{base}.{name}.weight" not in checkpoint.names():
+                raise next(iter(own.values())).codes.misfit(f"has no {f'{base}.{name}.weight'!r} beside it")
+            part = module.part("weight", FLOATS, (None, None, None))
+            both[name] = Heads(part.shape, part)
+    embed, unembed = both["embed_q"], both["unembed_out"]
     if embed.shape[:2] != (unembed.shape[0], unembed.shape[2]):
         raise embed.codes.misfit(f"is {list(embed.shape)} to {list(unembed.shape)} of {unembed.codes.name!r}")
     heads, rank, size = embed.shape
