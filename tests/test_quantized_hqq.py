@@ -4,17 +4,22 @@ but for one rounding of groups in float32."""
 
 from __future__ import annotations
 
+import json
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
+from safetensors.torch import save_file
 from transformers import LlamaConfig
 
 from engines import engine_for, greedy, run, worker_for
+from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.quant.format import Affine
+from nanovllm_cli.quantization.original import open_original
+from nanovllm_cli.quantization.plan import Choices, make_plan
 from quantized_checkpoints import (
     NAME,
     Made,
@@ -157,9 +162,27 @@ def test_numbers_may_be_rounded_again_and_others_not(tmp_path: Path) -> None:
     config, maker = CASES["2 bits, by columns"]
     reference = build(tmp_path / "columns", config, maker, SAID)
     assert worst_difference(worker_for(tmp_path / "columns", dtype="bfloat16", quant="int8"), reference) < 0.3
+    with pytest.raises(UsageError, match="is hqq2:group=16"), open_original("columns", tmp_path / "columns") as original:
+        make_plan(original, Choices("int8"))
     build(tmp_path / "rows", *CASES["4 bits"], SAID)
     with pytest.raises(UsageError, match="affine4:group=64 already"):
         worker_for(tmp_path / "rows", quant="int8")
+
+
+@pytest.mark.parametrize("case", ["4 bits", "2 bits, by columns"])
+def test_adapters_lie_beside_codes_and_beside_numbers_that_were_codes(case: str, tmp_path: Path) -> None:
+    reference = build(tmp_path / "m", *CASES[case], SAID)
+    generator = torch.Generator().manual_seed(3)
+    name = "model.layers.1.self_attn.q_proj"
+    down, up = torch.randn(4, 128, generator=generator), torch.randn(256, 4, generator=generator)
+    (tmp_path / "a").mkdir()
+    said = {"peft_type": "LORA", "r": 4, "lora_alpha": 8, "target_modules": ["q_proj"], "task_type": "CAUSAL_LM"}
+    (tmp_path / "a" / "adapter_config.json").write_text(json.dumps(said))
+    tensors = {f"base_model.model.{name}.lora_A.weight": down * 0.1, f"base_model.model.{name}.lora_B.weight": up * 0.1}
+    save_file(tensors, tmp_path / "a" / "adapter_model.safetensors")
+    reference.get_submodule(name).weight.data += 2 * (up * 0.1) @ (down * 0.1)
+    worker = worker_for(tmp_path / "m", dtype="float32", lora=(Lora(str(tmp_path / "a")),))
+    assert worst_difference(worker, reference) < 1e-4
 
 
 # ---- what is refused ----

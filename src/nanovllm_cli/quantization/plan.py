@@ -225,7 +225,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         if patterns or not notes:
             raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
         raise UsageError(f"nothing would be quantized: {notes[0]}", "leave the model as it is, or take another format")
-    before = {stored.name for item in items if item.format is not None and (stored := reader.format(item.weight.source))}
+    before = {stored for item in items if item.format is not None and (stored := reader.stored_as(item.weight.source))}
     if before:
         notes.append(f"weights were {', '.join(sorted(before))} already; what that lost is in none of the figures here")
     if kind == "hf":
@@ -281,9 +281,9 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         shape = reader.shape(source)
         if len(shape) != 2:
             raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is not a matrix: its shape is {list(shape)}")
-        stored = reader.format(source)
+        stored = reader.stored_as(source)
         if stored is not None and not choices.requantize:
-            raise quantized_already(original.name, source, stored.name)
+            raise quantized_already(original.name, source, stored)
         dealt = _dealt(ours, original) if kind != checkpoint.format else None
         yield Weight(ours, source, called(ours), (shape[0], shape[1]), reader.num_bytes(source), dealt)
 
