@@ -337,6 +337,8 @@ BAD: dict[str, tuple[Tensors, Any, type[NanovllmError], str]] = {
     "not turned": (changed(I4, weight=torch.zeros(32, 8, dtype=torch.int32)), SAID4, CheckpointError, "which 32 outputs"),
     "groups of 64, says the config": (changed(I4), settings(spec("int4", **GROUPS | {"group_size": 64})),
                                       CheckpointError, "expected 1"),
+    "groups of nothing": (changed(I4), settings(spec("int4", **GROUPS | {"group_size": 0})),
+                          CheckpointError, "'group_size' must be"),
     "codes of bytes": (changed(I4, weight=torch.zeros(64, 4, dtype=torch.int8)), SAID4,
                        CheckpointError, "holds I8, expected I32"),
     "zero points that are not 0": (changed(I4, weight_zero_point=torch.ones(2, 4, dtype=torch.int32)), SAID4, CheckpointError,

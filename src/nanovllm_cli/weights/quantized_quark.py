@@ -321,7 +321,7 @@ def _integers(
         "per_tensor": [(), (1,)], "per_channel": [(num_rows,), (num_rows, 1)], "per_group": [(None, num_rows)],
     }  # fmt: skip
     scales = module.part(scale, FLOATS, *shapes[scheme])
-    size = checked_group(scales, scales.shape[0], width, spec.integer("group_size", least=-1)) if grouped else 0
+    size = checked_group(scales, scales.shape[0], width, _group(spec)) if grouped else 0
     zeros = _zero_points(module, zero, scales, bits, grouped) if kind != "int3" and (module.has(zero) or not symmetric) else None
     form = Integer(
         bits,
@@ -332,6 +332,11 @@ def _integers(
     )
     others = _others(module, *(part.name.rpartition(".")[2] for part in those(codes, scales, zeros, whole)))
     return IntegerWeight(form, (num_rows, width), kind, codes, scales, zeros, whole, others, grouped, reordered)
+
+
+def _group(spec: ConfigReader) -> int:
+    """-1 for one group a row."""
+    return -1 if spec.values.get("group_size") == -1 else spec.integer("group_size")
 
 
 def _check_integers(spec: ConfigReader, kind: str, scheme: str, symmetric: bool) -> None:
