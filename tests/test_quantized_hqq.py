@@ -218,6 +218,9 @@ BAD: dict[str, tuple[Tensors, type[NanovllmError], str]] = {
     "scales of other groups": (changed(FOUR, scale=torch.ones(7, 1)), CheckpointError, "scale' has the shape [7, 1]"),
     "a scale is NaN": (changed(FOUR, scale=torch.full((64, 1), np.nan)), CheckpointError, "NaN or infinite"),
     "a zero is infinite": (changed(FOUR, zero=torch.full((64, 1), np.inf)), CheckpointError, "NaN or infinite"),
+    "products that are infinite": (
+        changed(FOUR, zero=torch.full((64, 1), 1e30), scale=torch.full((64, 1), 1e30)), CheckpointError, "NaN or infinite, or above",
+    ),
     "one scale for all": (changed(FOUR, channel_wise=number(0)), UnsupportedError, "one scale is for all numbers"),
     "scales that are quantized": (changed(FOUR, scale_q=torch.ones(4), scale=None), UnsupportedError, "quantized themselves"),
     "groups that bytes don't hold": (changed(hqq(1, 64), shape=torch.tensor([31, 128])), CheckpointError, "W_q' has"),

@@ -73,20 +73,23 @@ class HQQWeight:
         if self.axis == 0:
             places = torch.arange(first * width, end * width)
             codes = self._codes(places // self.groups, places % self.groups)
-            scales, zeros = (self._floats(part)[places % self.groups] for part in (self.scales, self.zeros))
+            scales, zeros = (part[places % self.groups] for part in self._floats())
             return ((codes.float() - zeros) * scales).view(-1, width)
         per_row = width // self.size
         own = torch.arange(first * per_row, end * per_row)
         codes = self._codes(own, None).view(end - first, width)
-        scales, zeros = (self._floats(part)[own].view(end - first, per_row) for part in (self.scales, self.zeros))
+        scales, zeros = (part[own].view(end - first, per_row) for part in self._floats())
         if self.format is None:
             spread = (part.repeat_interleave(self.size, 1) for part in (zeros, scales))
             return (codes.float() - next(spread)) * next(spread)
         repeat = self.size // self.format.group
         return AffineRows(codes, *(part.repeat_interleave(repeat, 1).contiguous() for part in (scales, -zeros * scales)))
 
-    def _floats(self, part: Part) -> torch.Tensor:
-        return part.checked_numbers(part.read().float().flatten())
+    def _floats(self) -> tuple[torch.Tensor, torch.Tensor]:
+        """float32 [R] of scales and of zeros, whose products are numbers."""
+        scales, zeros = (part.checked_numbers(part.read().float().flatten()) for part in (self.scales, self.zeros))
+        self.zeros.checked_numbers(scales * zeros)
+        return scales, zeros
 
     def _codes(self, rows: torch.Tensor, columns: torch.Tensor | None) -> torch.Tensor:
         """uint8: of W_q unpacked, those of these rows, and of these columns where there are any."""
