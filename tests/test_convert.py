@@ -643,7 +643,7 @@ BAD: dict[str, tuple[dict[str, Any], type[NanovllmError], str]] = {
     "a tied head too little": ({"tie_word_embeddings": False, "num_hidden_layers": 1}, CheckpointError, "not part"),
     "an unknown architecture": ({"architectures": ["Foo"]}, UnsupportedError, "Foo"),
     "no architecture": ({"architectures": None}, CheckpointError, "architectures"),
-    "weights that are quantized": ({"quantization_config": {"quant_method": "fp8"}}, UnsupportedError, "quantized"),
+    "weights that are quantized": ({"quantization_config": {"quant_method": "aqlm"}}, UnsupportedError, "quantized"),
     "fewer rows than tokens": ({"vocab_size": 4000}, CheckpointError, "misshapen"),
     "a model far larger than its files": ({"hidden_size": 1 << 20}, CheckpointError, "parameters"),
     "a scaling that nobody knows": ({"rope_parameters": {"rope_type": "x", "rope_theta": 1e4}}, UnsupportedError, "'x'"),

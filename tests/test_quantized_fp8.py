@@ -88,6 +88,14 @@ def test_static_scales_of_activations_come_with_the_rows(name: str, tmp_path: Pa
     assert float(rows.input_scale) == pytest.approx(0.02)
 
 
+def test_weights_alone(tmp_path: Path) -> None:
+    """As Quark says it: inputs stay as they are, where one that says nothing means that they are rounded as they come."""
+    tensors, expected = fp8("row")(33, 64, np.random.default_rng(1))
+    for config, activation in ((TENSOR | {"activation_scheme": None}, "none"), ({"quant_method": "fp8"}, "dynamic")):
+        reader = assert_reads(tmp_path, tensors, config, expected)
+        assert reader.format(f"{NAME}.weight") == Fp8(0, activation)  # type: ignore[arg-type]
+
+
 def test_fbgemm(tmp_path: Path) -> None:
     tensors, expected = fp8("row")(33, 48, random())
     config = {"quant_method": "fbgemm_fp8", "activation_scale_ub": 1200.0, "modules_to_not_convert": ["lm_head"]}

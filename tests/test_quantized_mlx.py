@@ -17,6 +17,7 @@ import torch
 from gguf.quants import dequantize
 from safetensors.torch import load_file
 from transformers import (
+    DeepseekV3Config,
     Gemma3TextConfig,
     GptOssConfig,
     Lfm2Config,
@@ -37,7 +38,19 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.quantized_weight import unpack
-from quantized_checkpoints import NAME, Made, Maker, Tensors, module, open_quantized, packed, read_weight, small_slices
+from quantized_checkpoints import (
+    NAME,
+    Made,
+    Maker,
+    Tensors,
+    e4m3,
+    e4m3_codes,
+    module,
+    open_quantized,
+    packed,
+    read_weight,
+    small_slices,
+)
 from test_convert import SETTINGS, TINY
 from test_quantized_models import EXPERTS, PROMPTS, SIZES, worst_difference
 
@@ -74,6 +87,13 @@ def nvfp4(rows: int, columns: int, random: np.random.Generator) -> Made:
     scales = (torch.from_numpy(random.uniform(0.02, 0.1, (rows, columns // 16)))).to(torch.float8_e4m3fn)
     words = torch.from_numpy(packed(codes.T, 4).T.copy()).view(torch.uint32)
     return {"weight": words, "scales": scales.view(torch.uint8)}, FP4[codes] * np.repeat(scales.double().numpy(), 16, 1)
+
+
+def mxfp8(rows: int, columns: int, random: np.random.Generator) -> Made:
+    codes = e4m3_codes(random, rows, columns)
+    scales = random.integers(112, 118, (rows, columns // 32)).astype(np.uint8)
+    words = torch.from_numpy(codes.view("<u4")).view(torch.uint32)
+    return {"weight": words, "scales": torch.from_numpy(scales)}, e4m3(codes) * np.repeat(2.0 ** (scales - 127.0), 32, 1)
 
 
 def settings(bits: int = 4, group: int = 64, mode: str = "affine", **layers: Any) -> dict[str, Any]:
@@ -180,6 +200,17 @@ def test_four_bit_modes_with_and_without_a_number_for_all(tmp_path: Path) -> Non
     np.testing.assert_allclose(read_weight(reader, f"{third}.weight"), made[2][1] * 2.5 / (448 * 6), rtol=1e-6)
 
 
+@pytest.mark.parametrize("said", [settings(8, 32, "mxfp8"), settings(4, 64)])
+def test_mxfp8_are_numbers_that_bfloat16_holds(said: dict[str, Any], tmp_path: Path) -> None:
+    """Whether the mode is said or the scales show it."""
+    tensors, expected = drawn(mxfp8)
+    reader = open_quantized(write(tmp_path, module(tensors), said))
+    assert (reader.names(), reader.format(WEIGHT), reader.stored_as(WEIGHT)) == ({WEIGHT}, None, "mxfp8:e4m3")
+    rows = torch.cat([rows for rows, _ in reader.slices(WEIGHT)])  # type: ignore[misc]
+    np.testing.assert_array_equal(rows.double().numpy(), expected)
+    assert torch.equal(rows.bfloat16().float(), rows)
+
+
 def test_each_expert_of_a_stack_has_its_own_number(tmp_path: Path) -> None:
     made = [nvfp4(64, 128, np.random.default_rng(e)) for e in range(3)]
     tensors: Tensors = {name: torch.stack([each[name] for each, _ in made]) for name in ("weight", "scales")}
@@ -247,6 +278,7 @@ MODELS: dict[str, tuple[Any, dict[str, Any]]] = {
                                    shared_expert_intermediate_size=64), settings(**ROUTED)),
     "qwen3_5": (Qwen3_5TextConfig(**TEXT | HYBRID | {"num_hidden_layers": 4}), settings(5)),
     "lfm2": (Lfm2Config(**LFM), settings(6, 32)),
+    "llama, mxfp8": (LlamaConfig(**TEXT), settings(8, 32, "mxfp8")),
     "lfm2_moe": (
         Lfm2MoeConfig(**LFM, num_experts=4, num_experts_per_tok=2, moe_intermediate_size=64, num_dense_layers=1), settings(),
     ),
@@ -295,7 +327,8 @@ def save_mlx(folder: Path, config: Any, quantization: dict[str, Any] | None, pre
                 continue
             base = theirs.removesuffix(".weight")
             own = quantization.get(base, quantization)
-            maker = mxfp4 if own["mode"] == "mxfp4" else affine(own["bits"], own["group_size"], torch.float32)
+            kinds = {"mxfp4": mxfp4, "mxfp8": mxfp8}
+            maker = kinds.get(own["mode"]) or affine(own["bits"], own["group_size"], torch.float32)
             made, weight = maker(int(np.prod(part.shape[:-1])), part.shape[-1], random)
             stacked = {suffix: tensor.view(*part.shape[:-1], -1) for suffix, tensor in made.items()}
             tensors |= module(stacked, prefix(base))
@@ -402,7 +435,7 @@ def converted(folder: Path, output: Path, target: str = "gguf", outtype: str = "
 def test_gguf_has_the_same_numbers(said: dict[str, Any], kind: str, tmp_path: Path) -> None:
     folder = with_tokenizer(tmp_path / "m", said, torch.bfloat16)
     made = converted(folder, tmp_path / "m.gguf")
-    assert not any("MLX" in note for note in made.notes)
+    assert not any("weights" in note for note in made.notes)
     found = {each.name: each for each in gguf.GGUFReader(tmp_path / "m.gguf").tensors}
     with open_checkpoint(folder) as checkpoint:
         reader = open_reader(checkpoint)
@@ -421,7 +454,7 @@ def test_what_gguf_has_no_type_for_becomes_numbers_with_a_note(tmp_path: Path) -
     """Six bits; and four whose scales are beyond float16's numbers."""
     folder = with_tokenizer(tmp_path / "m", settings(6), torch.bfloat16)
     made = converted(folder, tmp_path / "m.gguf")
-    assert any("of MLX's weights have no type in GGUF, and become numbers of BF16" in note for note in made.notes)
+    assert any("have no type in GGUF, and become numbers of BF16: 16" in note for note in made.notes)
     assert made.type_name == "BF16"
     other = with_tokenizer(tmp_path / "n", settings(4), torch.bfloat16)
     tensors = load_file(other / "model.safetensors")
@@ -431,7 +464,7 @@ def test_what_gguf_has_no_type_for_becomes_numbers_with_a_note(tmp_path: Path) -
     tensors[f"{name}.scales"][3, 0] = 1.03e-7
     write(other, tensors, quantization, told)
     made = converted(other, tmp_path / "n.gguf")
-    assert any(note.startswith("1 of MLX's weights") for note in made.notes)
+    assert any(note.endswith("numbers of BF16: 1") for note in made.notes)
     kinds = {each.name: each.tensor_type.name for each in gguf.GGUFReader(tmp_path / "n.gguf").tensors}
     assert kinds["blk.0.ffn_up.weight"] == "BF16"
     assert kinds["blk.0.ffn_gate.weight"] == "Q4_1"
@@ -473,7 +506,14 @@ BAD: dict[str, tuple[Tensors, Any, type[NanovllmError], str]] = {
     "groups of 2**40": (changed(), settings(4, 1 << 40), CheckpointError, "'group_size' must be"),
     "bits are a word": (changed(), settings("four"), CheckpointError, "'bits' must be a whole number"),  # type: ignore[arg-type]
     "mode is a number": (changed(), settings(mode=4), CheckpointError, "'mode' must be a string"),  # type: ignore[arg-type]
-    "mxfp8": (changed(), settings(8, 32, "mxfp8"), UnsupportedError, "in MLX's mode 'mxfp8'"),
+    "mxfp5": (changed(), settings(8, 32, "mxfp5"), UnsupportedError, "in MLX's mode 'mxfp5'"),
+    "mxfp8, scales of others": (
+        drawn(mxfp8)[0] | {"scales": torch.zeros(140, 4, dtype=torch.uint8)}, settings(8, 32, "mxfp8"), CheckpointError,
+        "expected [140, 8]",
+    ),
+    "mxfp8 with biases": (
+        drawn(mxfp8)[0] | {"biases": torch.ones(140, 8)}, settings(8, 32, "mxfp8"), CheckpointError, "belongs to no",
+    ),
     "8 bits, says the config": (changed(), settings(8), CheckpointError, "has 32 words in a row, expected 64"),
     "groups of 32, says the config": (changed(), settings(4, 32), CheckpointError, "has 32 words in a row, expected 16"),
     "its own settings say so": (changed(), settings(**{NAME: settings(8)}), CheckpointError, "expected 64"),
@@ -510,11 +550,92 @@ def test_more_experts_than_are_believed(tmp_path: Path) -> None:
         open_checkpoint(tmp_path)
 
 
-def test_latent_attention_as_mlx_makes_it_is_named(tmp_path: Path) -> None:
-    write(tmp_path, {"model.layers.0.self_attn.embed_q.weight": torch.zeros(2, 4, 4)}, settings())
-    with pytest.raises(UnsupportedError, match="latent attention's matrices as MLX") as caught:
-        open_checkpoint(tmp_path)
-    assert "GGUF" in str(caught.value.hint)
+# ---- latent attention, of which mlx-lm keeps two matrices a head in place of kv_b_proj ----
+
+LATENT = DeepseekV3Config(
+    **{name: value for name, value in SIZES.items() if name not in ("head_dim", "pad_token_id")}
+    | {"num_key_value_heads": 4, "num_hidden_layers": 2},
+    q_lora_rank=64, kv_lora_rank=64, qk_nope_head_dim=32, qk_rope_head_dim=16, v_head_dim=48, n_routed_experts=4,
+    num_experts_per_tok=2, moe_intermediate_size=64, n_shared_experts=1, first_k_dense_replace=1, n_group=1, topk_group=1,
+    rope_parameters={"rope_type": "default", "rope_theta": 1e4},
+)  # fmt: skip
+
+
+def save_latent(folder: Path, own: dict[str, Any] | None) -> Any:
+    """In float32, its two matrices a head quantized by these settings, or not at all."""
+    reference = random_model(LATENT)
+    tensors: Tensors = {}
+    for name, parameter in reference.state_dict().items():
+        base = name.rpartition(".kv_b_proj.")[0]
+        if not base:
+            tensors |= mlx_names(name, parameter.detach(), "deepseek_v3")
+            continue
+        whole = parameter.detach().view(4, 32 + 48, 64)
+        for part, matrix in (("embed_q", whole[:, :32].transpose(1, 2)), ("unembed_out", whole[:, 32:])):
+            if own is None or matrix.shape[2] % own["group_size"]:  # as mlx-lm leaves it
+                tensors[f"{base}.{part}.weight"] = matrix.contiguous()
+                continue
+            maker, num_rows = affine(own["bits"], own["group_size"], torch.float32), matrix.shape[0] * matrix.shape[1]
+            made, weight = maker(num_rows, matrix.shape[2], np.random.default_rng(3))
+            tensors |= module({key: tensor.view(*matrix.shape[:2], -1) for key, tensor in made.items()}, f"{base}.{part}")
+            matrix.copy_(torch.from_numpy(weight).view(matrix.shape))
+    said = None if own is None else own
+    write(folder, tensors, said, {**LATENT.to_dict(), "architectures": ["DeepseekV3ForCausalLM"], "dtype": "float32"})
+    return reference
+
+
+@pytest.mark.parametrize("own", [None, settings(4, 32), settings(8, 32), settings(4, 64)])
+def test_latent_attention_as_mlx_has_it(own: dict[str, Any] | None, tmp_path: Path) -> None:
+    reference = save_latent(tmp_path, own)
+    worker = worker_for(tmp_path, dtype="float32")
+    assert worst_difference(worker, reference) < 1e-4
+    together = run(engine_for(worker, max_num_batched_tokens=20), [(ids, greedy(8)) for ids in PROMPTS])
+    for ids, output in zip(PROMPTS, together, strict=True):
+        with torch.inference_mode():
+            logits = reference(torch.tensor([ids + list(output.outputs[0].token_ids)])).logits[0]
+        assert list(output.outputs[0].token_ids) == logits[len(ids) - 1 : -1].argmax(-1).tolist()
+    with open_checkpoint(tmp_path) as checkpoint:
+        reader = open_reader(checkpoint)
+        name = "model.layers.1.self_attn.kv_b_proj.weight"
+        assert reader.shape(name) == (4 * 80, 64)
+        assert not any("embed_q" in name or "unembed" in name for name in reader.names())
+        if own is None:
+            assert torch.equal(checkpoint.raw(name).view(torch.float32).reshape(320, 64), checkpoint.tensor(name))
+            assert torch.equal(checkpoint.tensor(name, (100, 130)), checkpoint.tensor(name)[100:130])
+
+
+def latent(part: str, shape: tuple[int, int, int], **more: torch.Tensor) -> Tensors:
+    heads, rows, columns = shape
+    ones = torch.ones(heads, rows, columns // 32)
+    made = {"weight": torch.zeros(heads, rows, columns // 8, dtype=torch.uint32), "scales": ones, "biases": ones}
+    return module(made | more, f"model.layers.0.self_attn.{part}")
+
+
+BAD_LATENT: dict[str, tuple[Tensors, dict[str, Any], type[NanovllmError], str]] = {
+    "one of two": (latent("embed_q", (2, 64, 32)), settings(4, 32), CheckpointError, "self_attn.unembed_out.weight' beside it"),
+    "ranks that differ": (latent("embed_q", (2, 64, 32)) | latent("unembed_out", (2, 48, 32)), settings(4, 32), CheckpointError,
+                          "to [2, 48, 32]"),
+    "heads that differ": (latent("embed_q", (2, 64, 32)) | latent("unembed_out", (3, 48, 64)), settings(4, 32), CheckpointError,
+                          "to [3, 48, 64]"),
+    "another mode": (latent("embed_q", (2, 64, 32)), settings(4, 32, "mxfp4"), UnsupportedError, "mode 'mxfp4'"),
+    "words of another width": (latent("embed_q", (2, 64, 32)), settings(8, 32), CheckpointError, "expected [2, 64, 8]"),
+    "no biases": ({name: tensor for name, tensor in latent("embed_q", (2, 64, 32)).items() if not name.endswith("biases")},
+                  settings(4, 32), CheckpointError, "biases' is missing"),
+    "a scale is NaN": (latent("embed_q", (2, 64, 32), scales=torch.full((2, 64, 1), np.nan)) | latent("unembed_out", (2, 48, 64)),
+                       settings(4, 32), CheckpointError, "NaN or infinite"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD_LATENT)
+def test_bad_latent_attention_is_told_of(case: str, tmp_path: Path) -> None:
+    tensors, said, error, words = BAD_LATENT[case]
+    write(tmp_path, tensors, said)
+    with pytest.raises(NanovllmError) as raised:
+        for _ in open_quantized(tmp_path).slices("model.layers.0.self_attn.kv_b_proj.weight"):
+            pass
+    assert type(raised.value) is error
+    assert words in raised.value.message
+    assert raised.value.hint
 
 
 @pytest.mark.parametrize("shape", [(8, 1, 3, 3), (8, 16, 3, 3), (8, 3, 3, 3), (8, 3, 2, 14, 14), (8, 16, 16, 16)])

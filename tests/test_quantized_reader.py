@@ -23,7 +23,7 @@ def test_no_quantization_is_a_plain_checkpoint(quantization: Any, tmp_path: Path
     assert type(open_quantized(write(tmp_path, PLAIN, quantization))) is PlainReader
 
 
-@pytest.mark.parametrize("method", ["hqq", "aqlm", "quip", "exl2", "torchao", "quark", "x" * 5000])
+@pytest.mark.parametrize("method", ["aqlm", "quip", "exl2", "vptq", "quanto", "spqr", "x" * 5000])
 def test_a_method_that_is_not_known_is_named_with_those_that_are(method: str, tmp_path: Path) -> None:
     write(tmp_path, PLAIN, {"quant_method": method})
     with pytest.raises(UnsupportedError) as raised:

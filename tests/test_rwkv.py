@@ -275,6 +275,13 @@ REFUSED: dict[str, tuple[dict[str, Any], type[NanovllmError], str]] = {
     "huge heads": ({"head_dim": 2048, "hidden_size": 4096}, CheckpointError, "heads of 2048 numbers"),
     "no rank": ({"a_low_rank_dim": 0}, CheckpointError, "'a_low_rank_dim' must be a whole number of at least 1"),
     "no eps": ({"norm_eps": 0.0}, CheckpointError, "'layer_norm_eps' must be"),
+    "an inner width without end": (
+        {"intermediate_size": None, "hidden_ratio": float("inf")}, CheckpointError, "'hidden_ratio' must be a number",
+    ),
+    "an inner width that is none": (
+        {"intermediate_size": None, "hidden_ratio": float("nan")}, CheckpointError, "'hidden_ratio' must be a number",
+    ),
+    "a huge inner width": ({"intermediate_size": None, "hidden_ratio": 1e17}, CheckpointError, "'intermediate_size' must be"),
     "no heads": ({"head_dim": -3}, CheckpointError, "'state_head_dim' must be"),
 }
 

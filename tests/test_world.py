@@ -76,8 +76,21 @@ def test_where_a_long_text_is_cut_first_does_not_matter(tokenizer: Tokenizer) ->
 
 
 def test_pieces_that_begin_alike_are_tried_from_the_longest_on() -> None:
-    pieces = LongestPieces(["a", "b", "c", "abcc", "ab", "ccc"])
-    assert pieces.ends("abcabccabcccc") == [2, 3, 7, 11, 12, 13]
+    pieces = LongestPieces({piece: i for i, piece in enumerate(("a", "b", "c", "abcc", "ab", "ccc", "abccabc", "abccabcc"))})
+    assert pieces.ends("abcabccab") == [2, 3, 7, 9]
+    assert pieces.ends("abccabccabcccc") == [8, 12, 13, 14]
+    assert pieces.ends("abccabca") == [7, 8]
+    assert pieces.ends("") == []
+
+
+def test_the_library_knows_where_each_token_stands(tokenizer: Tokenizer) -> None:
+    """In characters of the text, of which a token may have a part."""
+    backend = tokenizer._backend
+    for text in ("ab c世\n\nxé", "", "世"):
+        found = backend.encode(text, add_special_tokens=False)
+        assert all(text[begin:end] for begin, end in found.offsets)
+        assert len(found.offsets) == len(found.ids) == len(by_hand(text.encode()))
+        assert not text or (found.offsets[0][0], found.offsets[-1][1]) == (0, len(text))
 
 
 def test_half_a_character_waits_for_the_other_half(tokenizer: Tokenizer) -> None:

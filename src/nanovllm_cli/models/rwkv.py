@@ -31,9 +31,9 @@ _GGUF_RANKS = ("decay", "iclr", "value_residual_mix", "gate")
 def _usual_keys(config: Mapping[str, Any]) -> dict[str, Any]:
     """What trains such models sees so many tokens at once (max_position_embeddings), which bounds nothing."""
     found = {**config, **_NONE, "state_head_dim": config.get("head_dim"), "layer_norm_eps": config.get("norm_eps", 1e-5)}
-    hidden, ratio = config.get("hidden_size"), config.get("hidden_ratio")
-    if config.get("intermediate_size") is None and type(hidden) is int and isinstance(ratio, int | float | None):
-        found["intermediate_size"] = -(-int(hidden * (4 if ratio is None else ratio)) // 32) * 32
+    hidden, ratio = config.get("hidden_size"), ConfigReader(config, "config.json").number("hidden_ratio", 4)
+    if config.get("intermediate_size") is None and type(hidden) is int:
+        found["intermediate_size"] = -(-int(hidden * ratio) // 32) * 32
     return found
 
 

@@ -19,7 +19,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest, tensor_shapes
 from nanovllm_cli.weights.hearing import read_hearing
 from nanovllm_cli.weights.loader import hf_spec, read_spec
-from nanovllm_cli.weights.mlx_numbers import is_quantized_by_mlx
+from nanovllm_cli.weights.mlx_names import is_quantized_by_mlx
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.stacked import unstacked
@@ -131,7 +131,7 @@ def _classes(weights: Iterable[tuple[str, int, int, str]]) -> list[TensorClass]:
 def _type(reader: WeightReader, checkpoint: Checkpoint, name: str) -> str:
     form = reader.format(name)
     if form is None:
-        return checkpoint.info(name).dtype_name
+        return reader.stored_as(name) or checkpoint.info(name).dtype_name
     return form.name.upper() if checkpoint.format == "gguf" else form.name
 
 

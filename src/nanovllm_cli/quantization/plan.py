@@ -226,7 +226,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         if patterns or not notes:
             raise UsageError("nothing would be quantized", "leave out the --tensor-type that keeps everything")
         raise UsageError(f"nothing would be quantized: {notes[0]}", "leave the model as it is, or take another format")
-    before = {stored.name for item in items if item.format is not None and (stored := reader.format(item.weight.source))}
+    before = {stored for item in items if item.format is not None and (stored := reader.stored_as(item.weight.source))}
     if before:
         notes.append(f"weights were {', '.join(sorted(before))} already; what that lost is in none of the figures here")
     if kind == "hf":
@@ -240,10 +240,10 @@ def make_plan(original: Original, choices: Choices) -> Plan:
 def _check_kept(items: list[Planned], original: Original) -> None:
     """UnsupportedError for weights of a quantized original that would stay in its own format: config.json could not say so."""
     for weight, form, _ in items:
-        stored = original.reader.format(weight.source)
+        stored = original.reader.stored_as(weight.source)
         if form is None and stored is not None:
             raise UnsupportedError(
-                f"{weight.output} is {stored.name} in {original.name}, and can't stay so in a folder of another format",
+                f"{weight.output} is {stored} in {original.name}, and can't stay so in a folder of another format",
                 "name a format for it: --head, or --tensor-type REGEX=FORMAT",
             )
 
@@ -282,9 +282,9 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         shape = reader.shape(source)
         if len(shape) != 2:
             raise CheckpointError(f"{checkpoint.path}: tensor {source!r} is not a matrix: its shape is {list(shape)}")
-        stored = reader.format(source)
+        stored = reader.stored_as(source)
         if stored is not None and not choices.requantize:
-            raise quantized_already(original.name, source, stored.name)
+            raise quantized_already(original.name, source, stored)
         dealt = _dealt(ours, original) if kind != checkpoint.format else None
         yield Weight(ours, source, called(ours), (shape[0], shape[1]), reader.num_bytes(source), dealt)
 

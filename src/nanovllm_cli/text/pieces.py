@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
+from collections import deque
 from itertools import pairwise
 from typing import Any
 
-_CHUNK = 1000
-"""Pieces that are cut off a text at once: to cut anything off takes time by its place."""
+_TOGETHER = (1000, 30, 1)
+"""Pieces that are cut off at once, step by step: to cut anything off takes time by its place."""
 
 
 class Pieces(ABC):
@@ -18,12 +19,20 @@ class Pieces(ABC):
         """Where the pieces of a text end."""
 
     def pre_tokenize(self, text: Any) -> None:
-        """What the library calls, with a PreTokenizedString."""
-        text.split(lambda _, part: self._split(part, _CHUNK))
-        text.split(lambda _, part: self._split(part, 1))
+        """What the library calls, with a PreTokenizedString: it has its parts cut one after the other, in order, and goes on with
+        those of them that are not empty."""
+        known: deque[list[int]] = deque()
 
-    def _split(self, part: Any, count: int) -> list[Any]:
-        """count: of pieces that stay together. A chunk's own pieces must be those that it has in the whole."""
-        ends = self.ends(str(part))
-        cuts = [0, *ends[count - 1 : -1 : count], *ends[-1:]]
-        return [part[first:end] for first, end in pairwise(cuts)]
+        def first(_: int, part: Any) -> list[Any]:
+            return cut(part, self.ends(str(part)), _TOGETHER[0])
+
+        def cut(part: Any, ends: list[int], count: int) -> list[Any]:
+            cuts = [0]
+            for i in range(0, len(ends), count):
+                known.append([end - cuts[-1] for end in ends[i : i + count]])
+                cuts.append(ends[min(i + count, len(ends)) - 1])
+            return [part[begin:end] for begin, end in pairwise(cuts)]
+
+        text.split(first)
+        for count in _TOGETHER[1:]:
+            text.split(lambda _, part, count=count: cut(part, known.popleft(), count))

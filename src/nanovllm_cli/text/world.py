@@ -2,7 +2,7 @@
 
 Folders have it as a text file, a token a line: its id, the token as a literal of Python's (of a string, or of bytes), and how
 many bytes it has. GGUF files have what such bytes look like within a literal. Id 0 is in neither: it ends texts. The library that
-others' vocabularies are for gets the pieces by the characters that stand for bytes in GPT-2's, cut before it looks them up.
+others' vocabularies are for gets them as tokens, by the characters that stand for bytes in GPT-2's.
 
 Not covered: vocabularies of earlier RWKVs (tokenizer.json).
 """
@@ -10,17 +10,16 @@ Not covered: vocabularies of earlier RWKVs (tokenizer.json).
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import partial
 from typing import Any
 
 import tokenizers
-from tokenizers import AddedToken, decoders, models, pre_tokenizers
+from tokenizers import AddedToken, Token, decoders, models, pre_tokenizers
 
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.text import byte_ranks
 from nanovllm_cli.text.byte_ranks import MAX_TOKENS
-from nanovllm_cli.text.pieces import Pieces
 from nanovllm_cli.text.token_bytes import byte_characters
 from nanovllm_cli.text.vocabulary import TokenizerParts, guard_library
 
@@ -28,6 +27,8 @@ FILE = "rwkv_vocab_v20230424.txt"
 END = "<|rwkv_tokenizer_end_of_text|>"
 """What its publisher's folders call the token that ends texts."""
 MAX_TOKEN_BYTES = 1 << 10
+_BEGINNING = 4
+"""Characters by which longer pieces are found."""
 _LINE = re.compile(r"(\d{1,7}) (b?)('(?:[^'\\]|\\.)*'|\"(?:[^\"\\]|\\.)*\") (\d{1,4})")
 _ESCAPE = re.compile(r"\\(x[0-9a-fA-F]{2}|u[0-9a-fA-F]{4}|U[0-9a-fA-F]{8}|.)", re.DOTALL)
 _LETTERS = {"n": "\n", "r": "\r", "t": "\t", "\\": "\\", "'": "'", '"': '"'}
@@ -35,28 +36,46 @@ _CHARACTERS = byte_characters()
 _broken = partial(byte_ranks.broken, FILE)
 
 
-class LongestPieces(Pieces):
-    """Of texts whose characters stand for bytes. pieces: those that there are, of all single characters too. A step takes as many
-    look-ups as pieces that begin alike have lengths."""
+class LongestPieces:
+    """A pre-tokenizer for `PreTokenizer.custom`, of texts whose characters stand for bytes. It gives tokens at once: cut into
+    pieces that the library looks up, a text takes three times as long. ids: of the pieces that there are, of all single
+    characters too. A step takes as many look-ups as pieces that begin with the same four characters have lengths, and three for
+    shorter ones."""
 
-    def __init__(self, pieces: Sequence[str]) -> None:
-        self._pieces = frozenset(pieces)
+    def __init__(self, ids: Mapping[str, int]) -> None:
+        self._pieces = {piece: (i, len(piece.encode())) for piece, i in ids.items()}
         lengths: dict[str, set[int]] = {}
-        for piece in pieces:
-            if len(piece) > 1:
-                lengths.setdefault(piece[:2], set()).add(len(piece))
+        for piece in ids:
+            if len(piece) > _BEGINNING:
+                lengths.setdefault(piece[:_BEGINNING], set()).add(len(piece))
         self._lengths = {beginning: sorted(found, reverse=True) for beginning, found in lengths.items()}
+
+    def pre_tokenize(self, text: Any) -> None:
+        """What the library calls, with a PreTokenizedString, of which what is a token already stays."""
+        text.tokenize(self._tokens)
+
+    def _tokens(self, text: str) -> list[Token]:
+        found, begin, place = [], 0, 0
+        for end in self.ends(text):
+            piece = text[begin:end]
+            token_id, num_bytes = self._pieces[piece]
+            found.append(Token(token_id, piece, (place, place + num_bytes)))
+            begin, place = end, place + num_bytes
+        return found
 
     def ends(self, text: str) -> list[int]:
         """Where the pieces of a text end."""
-        found, end, pieces, lengths = [], 0, self._pieces, self._lengths
-        while end < len(text):
-            for length in lengths.get(text[end : end + 2], ()):
+        found, end, pieces, lengths, all_of_it = [], 0, self._pieces, self._lengths, len(text)
+        while end < all_of_it:
+            beginning = text[end : end + _BEGINNING]
+            for length in lengths.get(beginning, ()):
                 if text[end : end + length] in pieces:
                     end += length
                     break
             else:
-                end += 1
+                while beginning not in pieces and len(beginning) > 1:
+                    beginning = beginning[:-1]
+                end += len(beginning)
             found.append(end)
         return found
 
@@ -116,7 +135,7 @@ def build(
     with guard_library(file):
         backend = tokenizers.Tokenizer(models.BPE(ids | dict(others or special), [], ignore_merges=True))
         spelling = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-        longest = pre_tokenizers.PreTokenizer.custom(LongestPieces([*ids]))
+        longest = pre_tokenizers.PreTokenizer.custom(LongestPieces(ids))
         backend.pre_tokenizer = pre_tokenizers.Sequence([spelling, longest])
         backend.decoder = decoders.ByteLevel()
         backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in special])

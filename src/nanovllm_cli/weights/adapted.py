@@ -83,7 +83,7 @@ def adapt(
     beside: dict[str, list[LowRank]] = {}
     for each in lora:
         for name, added in _fitted(open_adapter(Path(each.name), each.scale), checkpoint, spec, shapes, ours).items():
-            if reader.format(name) is None:
+            if reader.stored_as(name) is None:
                 plain.setdefault(name, []).append(added)
             elif (what := next((what for part, what in _NOT_BESIDE.items() if part in ours[name]), None)) is not None:
                 raise UnsupportedError(f"{each.name}: an adapter of quantized {what} ({name})", "take the unquantized model")

@@ -76,7 +76,7 @@ class TensorInfo(NamedTuple):
 class Checkpoint(ABC):
     """What every format offers. `path` is what was opened.
 
-    `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types.
+    `config` is config.json, or a GGUF's metadata as it is, of which `metadata_types` has the types; safetensors' `file_metadata`.
     `generation_config` is generation_config.json, else the ends in config.json, or what a GGUF says of it under the same names.
     `apart`: no tensor holds several matrices, or one in another way than models have it (`stacked.py`), whatever it is called.
     A tensor that was handed out stays valid after `close()`. `has_numbers`: tensors are those of a training, and are there.
@@ -87,6 +87,7 @@ class Checkpoint(ABC):
     config: Mapping[str, Any]
     generation_config: Mapping[str, Any]
     metadata_types: Mapping[str, tuple[int, int | None]] = {}
+    file_metadata: Mapping[str, str] = {}
     has_numbers: bool = True
     apart: bool = False
 
@@ -136,7 +137,7 @@ class CheckpointView(Checkpoint):
         self.path = inner.path
         self.config = inner.config
         self.generation_config = inner.generation_config
-        self.metadata_types = inner.metadata_types
+        self.metadata_types, self.file_metadata = inner.metadata_types, inner.file_metadata
         self.has_numbers = inner.has_numbers
         self.apart = inner.apart
         self._inner = inner
@@ -260,6 +261,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
 
     def __init__(self, path: Path, by_name: Mapping[str, SafetensorsFile]) -> None:
         super().__init__(path, dict.fromkeys(by_name.values()), by_name)
+        self.file_metadata = {key: value for file in self._files for key, value in file.metadata.items()}
         folder = folder_of(path)
         try:
             self.config = _read_config(folder)

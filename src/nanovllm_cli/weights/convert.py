@@ -70,9 +70,10 @@ from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header,
 from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
 from nanovllm_cli.weights.loader import GGUF_EXTRAS, check_tensors, read_spec
-from nanovllm_cli.weights.mlx_numbers import MLXNumbers, is_quantized_by_mlx
+from nanovllm_cli.weights.mlx_names import is_quantized_by_mlx
 from nanovllm_cli.weights.pickled import PickledCheckpoint, is_pickled, pickled_modules
 from nanovllm_cli.weights.quantized import without_codes
+from nanovllm_cli.weights.quantized_gguf import GGUFNumbers
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.tensor_names import (
@@ -229,13 +230,11 @@ def write(
 
 def taken_apart(source: Checkpoint, target: Target) -> Checkpoint:
     """Where it gets other names, with matrices that it has as one as the ones that the model has, and codes and scales of gpt-oss
-    as the blocks that GGUF makes of them, BitNet's as numbers, MLX's as either."""
+    and others as the blocks that GGUF makes of them, or numbers."""
     return source if source.format == target else without_codes(unstacked(source))
 
 
 def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
-    if source.config.get("quantization_config"):
-        raise UnsupportedError(f"{source.path}: its weights are quantized already", "convert the original model")
     family = hf_family(source.config)
     spec = read_spec(source, PlainReader(source))
     family = gguf_family_of(family, spec)
@@ -248,8 +247,8 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         named |= mtp_on_both_sides(ahead, further, mtp_gguf_names(family, spec.num_layers))
     tower, notes = tower_or_note(source, outtype, model_name)
     notes += _check_names(source, {name: shape for name, (_, shape) in named.items()}, spec, tower)
-    if isinstance(source, MLXNumbers) and (rounded := source.rounded) and outtype == "auto":
-        notes.append(f"{len(rounded)} of MLX's weights have no type in GGUF, and become numbers of {_kinds(source, rounded)}")
+    if isinstance(source, GGUFNumbers) and outtype == "auto":
+        notes += source.told
     steps = []
     for name, (theirs, shape) in with_ba_as_one(named, source).items():
         info = source.info(name)
@@ -270,10 +269,6 @@ def _folder_to_gguf(source: Checkpoint, outtype: str, model_name: str) -> Plan:
         header.header[f"{family.gguf_name}.n_deepstack_layers"] = deep
     steps += [Step.made(name, tensor) for name, tensor in header.tensors.items()]
     return Plan("gguf", steps, notes + header.notes, header.header, is_known=True, has_head=spec.has_head, tower=tower)
-
-
-def _kinds(source: MLXNumbers, names: list[str]) -> str:
-    return " and ".join(sorted({source.kinds[name] for name in names}))
 
 
 def _gguf_to_folder(source: Checkpoint, outtype: str) -> Plan:

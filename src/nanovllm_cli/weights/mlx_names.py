@@ -13,13 +13,15 @@
     language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…, and of a
                                                          Llama 3.2 that sees vision_model.…
     shared_mlp.input_linear.weight [2 N, …], quantized   shared_mlp.gate_proj.weight [N, …] and up_proj.weight, and so on
+    self_attn.embed_q.weight [H, R, D]                   kv_b_proj.weight [H (D + V), R]: of each head embed_q, turned over, and
+        and unembed_out.weight [H, V, R]                 unembed_out; quantized ones are `quantized_mlx.py`'s
 
 All numbers are the same to the bit; those of raised norms are float32, as 1 is taken off.
 
-Not covered: what mlx-lm has multiplied into weights or made of several (Falcon-H1's factors; embed_q and unembed_out of latent
-attention, which is refused by name). Source: the `sanitize` of mlx-lm's and mlx-vlm's models.
+Not covered: what mlx-lm has multiplied into weights (Falcon-H1's factors). Source: the `sanitize` of mlx-lm's and mlx-vlm's
+models.
 
-Legend: E experts, N rows, K taps.
+Legend: E experts, N rows, K taps; H heads of D numbers, V of a value, R of what is kept for all heads.
 """
 
 from __future__ import annotations
@@ -31,7 +33,7 @@ from typing import Any, Literal
 
 import torch
 
-from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.models.experts import MAX_EXPERTS
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
@@ -52,7 +54,7 @@ _TAPS = re.compile(r".*\blayers\.\d{1,6}\.(?:.+\.)?(?:[qkv]_)?(?:conv1d|conv\.co
 _RAISED = re.compile(r".*(?:\.(?:input|post_attention)_layernorm|\.[qk]_norm|model\.norm)\.weight")
 _RAISED_KINDS = ("qwen3_next", "qwen3_5", "qwen3_5_moe", "qwen3_5_text", "qwen3_5_moe_text")
 _IMAGES = re.compile(r"(?:vision_tower|vision_model|visual|model\.visual|model\.vision_tower)\..+\.weight")
-_LATENT = re.compile(r".*\.(?:embed_q|unembed_out)\.weight")
+_LATENT = re.compile(r"(.*)\.embed_q\.weight")
 _DENSE = re.compile(r".*\blayers\.(\d{1,6})\.(?:mlp|feed_forward)\.(gate|up|down)_proj\.(weight|scales|biases|bias)")
 _DENSE_KINDS = "granitemoehybrid", "lfm2_moe"
 _QWENS = {
@@ -63,22 +65,31 @@ _OUTER: dict[object, Mapping[str, str]] = {
     "mllama": {"vision_tower.": "vision_model."},
 }
 """Beginnings of names, by the kind of model."""
+_FLOATS = "F16", "BF16", "F32"
 _SHARED = re.compile(r"(.*\.shared_mlp)\.input_linear\.(weight|scales|biases)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the files. expert, half: which part of it, None for all of it. change: what is done to it."""
+    """A tensor of the files. expert, half: which part of it, None for all of it. change: what is done to it. beside: another one
+    that is a part, too."""
 
     stored: str
     expert: int | None = None
     half: int | None = None
-    change: Literal["", "taps", "images", "lowered"] = ""
+    change: Literal["", "taps", "images", "lowered", "heads"] = ""
+    beside: str | None = None
 
 
 def is_of_mlx(settings: Any) -> bool:
     """Whether these are MLX's settings of a quantized model, which don't say so."""
     return isinstance(settings, Mapping) and "quant_method" not in settings and {"bits", "group_size"} <= settings.keys()
+
+
+def is_quantized_by_mlx(checkpoint: Checkpoint) -> bool:
+    """Of one that `as_transformers_has_it` has seen."""
+    settings = checkpoint.config.get("quantization_config")
+    return isinstance(settings, Mapping) and settings.get("quant_method") == METHOD
 
 
 def as_transformers_has_it(checkpoint: Checkpoint) -> Checkpoint:
@@ -91,9 +102,6 @@ def as_transformers_has_it(checkpoint: Checkpoint) -> Checkpoint:
     sources = _sources(checkpoint, names)
     if settings is None and not sources:
         return checkpoint
-    if settings is not None and (latent := next(filter(_LATENT.fullmatch, names), None)):
-        what = "latent attention's matrices as MLX makes them"
-        raise UnsupportedError(f"{checkpoint.path}: tensor {latent!r}: {what}", "take the publisher's own folder, or a GGUF file")
     return _AsTransformers(checkpoint, sources, settings)
 
 
@@ -115,6 +123,8 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
                 found[name] = _Source(name, change="images")
             elif not of_images and len(shape) == 3 and shape[2] == 1 < shape[1]:
                 found[name], turned = _Source(name, change="taps"), True
+        elif (latent := _LATENT.fullmatch(name)) and (source := _of_heads(checkpoint, latent[1], names)) is not None:
+            found[f"{latent[1]}.kv_b_proj.weight"] = source
         elif place := _STACK.fullmatch(name):
             if patterns is None:
                 patterns = _patterns(checkpoint)
@@ -136,9 +146,20 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
     return found if prefixes is None else _by_other_prefixes(found, names, prefixes)
 
 
+def _of_heads(checkpoint: Checkpoint, module: str, names: list[str]) -> _Source | None:
+    """Of latent attention's two matrices that are plain numbers; None of others."""
+    first, other = f"{module}.embed_q.weight", f"{module}.unembed_out.weight"
+    infos = [checkpoint.info(first), checkpoint.info(other)] if other in names else []
+    if len(infos) < 2 or any(len(info.shape) != 3 for info in infos) or infos[0].dtype_name != infos[1].dtype_name:
+        return None
+    heads, rank, _ = infos[0].shape
+    fits = infos[1].shape[0] == heads and infos[1].shape[2] == rank
+    return _Source(first, change="heads", beside=other) if fits and infos[0].dtype_name in _FLOATS else None
+
+
 def _by_other_prefixes(found: dict[str, _Source], names: list[str], prefixes: Mapping[str, str]) -> dict[str, _Source]:
     """The same, and what else has a prefix of mlx-vlm's, with those that transformers has."""
-    gone = {source.stored for source in found.values()}
+    gone = {name for source in found.values() for name in (source.stored, source.beside)}
     whole = {**{name: _Source(name) for name in names if name not in gone}, **found}
     renamed: dict[str, _Source] = {}
     for name, source in whole.items():
@@ -177,6 +198,11 @@ def _module(name: str) -> str:
     return head if last in _KINDS else name
 
 
+def of_heads(embed_q: torch.Tensor, unembed_out: torch.Tensor) -> torch.Tensor:
+    """[H (D + V), R] of [H, R, D] and [H, V, R]."""
+    return torch.cat([embed_q.transpose(1, 2), unembed_out], 1).flatten(0, 1)
+
+
 class _AsTransformers(CheckpointView):
     """sources: what differs, by name. settings: MLX's, of a quantized model."""
 
@@ -186,7 +212,8 @@ class _AsTransformers(CheckpointView):
             raise CheckpointError(f"{inner.path}: more than {MAX_PARTS} tensors of experts are not believed", DOWNLOAD_AGAIN)
         self._sources = sources
         self._last = {source.stored: name for name, source in sources.items()}
-        self._names = [*(name for name in inner.names() if name not in self._last), *sources]
+        gone = {*self._last, *(source.beside for source in sources.values())}
+        self._names = [*(name for name in inner.names() if name not in gone), *sources]
         if settings is not None:
             own = {key: value for key, value in settings.items() if isinstance(value, Mapping | bool)}
             layers: dict[str, Any] = {}
@@ -215,6 +242,10 @@ class _AsTransformers(CheckpointView):
             return TensorInfo(name, (info.shape[0] // 2, *info.shape[1:]), info.dtype_name, info.num_bytes // 2)
         if source.change == "lowered":  # of which 16 bits have fewer than what is left
             return TensorInfo(name, info.shape, "F32", 4 * info.shape[0])
+        if source.beside is not None:
+            beside = super().info(source.beside)
+            num_rows = info.shape[0] * (info.shape[2] + beside.shape[1])
+            return TensorInfo(name, (num_rows, info.shape[1]), info.dtype_name, info.num_bytes + beside.num_bytes)
         shape = info.shape if source.change == "" else (info.shape[0], info.shape[-1], *info.shape[1:-1])
         return info._replace(name=name, shape=shape)
 
@@ -229,6 +260,9 @@ class _AsTransformers(CheckpointView):
             count = self.info(name).shape[0]
             first, end = rows or (0, count)
             return self._inner.tensor(source.stored, (source.half * count + first, source.half * count + end))
+        if source.beside is not None:
+            whole = of_heads(self._inner.tensor(source.stored), self._inner.tensor(source.beside))
+            return whole if rows is None else whole[rows[0] : rows[1]]
         own = self._inner.tensor(source.stored, rows)
         if source.change == "lowered":
             return own.float() - 1

@@ -16,16 +16,19 @@ from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.mlx_names import METHOD
-from nanovllm_cli.weights.mlx_numbers import as_gguf_has_them
 from nanovllm_cli.weights.quantized_bitnet import as_numbers, read_bitnet
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
 from nanovllm_cli.weights.quantized_compressed import read_compressed
 from nanovllm_cli.weights.quantized_fp8 import read_fbgemm, read_fp8
+from nanovllm_cli.weights.quantized_gguf import GGUFNumbers
 from nanovllm_cli.weights.quantized_gptq import read_auto_round, read_awq, read_gptq
+from nanovllm_cli.weights.quantized_hqq import read_hqq
 from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
-from nanovllm_cli.weights.quantized_mxfp4 import as_blocks, read_mxfp4
-from nanovllm_cli.weights.quantized_weight import QuantizedWeight
+from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
+from nanovllm_cli.weights.quantized_quark import read_quark
+from nanovllm_cli.weights.quantized_torchao import read_torchao
+from nanovllm_cli.weights.quantized_weight import InNumbers, QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
 from nanovllm_cli.weights.weight_reader import GGUFReader, PlainReader, Slices, WeightReader, row_slices
 
@@ -39,11 +42,17 @@ FAMILIES: dict[str, ReadFamily] = {
     "fbgemm_fp8": read_fbgemm,
     "fp8": read_fp8,
     "gptq": read_gptq,
+    "hqq": read_hqq,
     METHOD: read_mlx,
     "modelopt": read_modelopt,
     "mxfp4": read_mxfp4,
+    "quark": read_quark,
+    "torchao": read_torchao,
 }
-KV_CACHE_SCALES = (".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale")
+KV_CACHE_SCALES = (
+    ".k_scale", ".v_scale", ".q_scale", ".k_zero_point", ".v_zero_point", ".kv_scale", ".output_scale", ".prob_output_scale",
+    ".output_zero_point",
+)  # fmt: skip
 
 
 def open_reader(checkpoint: Checkpoint) -> WeightReader:
@@ -56,6 +65,22 @@ def open_reader(checkpoint: Checkpoint) -> WeightReader:
 
 def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
     """The reader of a quantized checkpoint, None for one that is not. UnsupportedError for methods that nothing here reads."""
+    weights = _weights(checkpoint)
+    return None if weights is None else QuantizedReader(checkpoint, weights)
+
+
+def without_codes(checkpoint: Checkpoint) -> Checkpoint:
+    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: blocks, or the numbers that
+    they stand for; BitNet's are numbers."""
+    numbers = as_numbers(checkpoint)
+    if numbers is not checkpoint:
+        return numbers
+    weights = _weights(checkpoint)
+    return checkpoint if weights is None else GGUFNumbers(checkpoint, weights, KV_CACHE_SCALES)
+
+
+def _weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight] | None:
+    """By their names; None of a checkpoint that is not quantized."""
     settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
     if not settings:
         return None
@@ -68,13 +93,7 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
         raise UnsupportedError(
             f"{where}: weights quantized by {method[:40]!r}", f"known: {', '.join(FAMILIES)}, and GGUF files"
         )
-    return QuantizedReader(checkpoint, FAMILIES[method](checkpoint, config))
-
-
-def without_codes(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: gpt-oss' blocks, BitNet's the
-    numbers that they stand for, and MLX's either."""
-    return as_gguf_has_them(as_numbers(as_blocks(checkpoint)))
+    return FAMILIES[method](checkpoint, config)
 
 
 def _method(config: ConfigReader) -> str:
@@ -107,6 +126,10 @@ class QuantizedReader(PlainReader):
 
     def format(self, name: str) -> Format | None:
         return self._weights[name].format if name in self._weights else None
+
+    def stored_as(self, name: str) -> str | None:
+        weight = self._weights.get(name)
+        return weight.stored_as if isinstance(weight, InNumbers) else super().stored_as(name)
 
     def slices(self, name: str) -> Slices:
         if name not in self._weights:

@@ -27,7 +27,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import fp8_weight, is_fp8
 from nanovllm_cli.weights.quantized_gptq import BITS, checked_group, group_order, rounded_activations
 from nanovllm_cli.weights.quantized_mxfp4 import BLOCK as MXFP4_GROUP
-from nanovllm_cli.weights.quantized_mxfp4 import packed_weight
+from nanovllm_cli.weights.quantized_mxfp4 import mxfp4_weight
 from nanovllm_cli.weights.quantized_nvfp4 import GROUP as NVFP4_GROUP
 from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
 from nanovllm_cli.weights.quantized_schemes import Scheme, Schemes
@@ -152,7 +152,7 @@ def _weight(module: Module, scheme: Scheme) -> QuantizedWeight:
             raise part.unsupported(
                 f"holds floats of {scheme.bits} bits in groups of {scheme.group}", "known: MXFP4, NVFP4, FP8"
             )
-        return packed_weight(module)
+        return mxfp4_weight(module, "weight_packed")
     return (
         _packed(module, scheme) if module.has("weight_packed") or module.has("weight_shape") else _int8(module, scheme)
     )

@@ -113,7 +113,9 @@ def fp8_weight(
     return Fp8Weight(Fp8(128 if blocks else 0, activation), codes, scales, input_scale)
 
 
-def _activation(config: ConfigReader) -> Literal["dynamic", "static"]:
+def _activation(config: ConfigReader) -> Literal["none", "dynamic", "static"]:
+    if config.values.get("activation_scheme", "") is None:  # as Quark writes it of weights alone
+        return "none"
     scheme = config.text("activation_scheme", "dynamic").lower()
     if scheme == "static":
         return "static"

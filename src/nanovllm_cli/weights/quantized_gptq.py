@@ -4,7 +4,8 @@
                  qzeros [G, N * bits / 32], likewise along the row; scales [G, N]; g_idx [K], the group of each input
                  "gptq", the first version, stores zero points less one, "gptq_v2" as they are
     AWQ, gemm    qweight [K, N / 8], qzeros [G, N / 8], scales [G, N]: of eight neighbouring outputs in a word, nibbles hold
-                 0, 2, 4, 6, 1, 3, 5, 7 in turn
+                 0, 2, 4, 6, 1, 3, 5, 7 in turn. As AMD's Quark writes it ("pack_method") perhaps one behind the other, without
+                 zero points codes are two's complement, and some versions call tensors qscales and qqzeros
 
 AutoRound stores either. Sources: gptqmodel's, AutoAWQ's and AutoRound's packing. A module is quantized if it has a qweight, so
 the config's lists are not needed.
@@ -38,10 +39,13 @@ from nanovllm_cli.weights.quantized_weight import (
 )
 
 SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
+AWQ_SUFFIXES = ("qweight", "qzeros", "scales", "qscales", "qqzeros")
 BITS = (2, 3, 4, 8)
 GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points
 # The output that each nibble of an AWQ word belongs to is 0, 2, 4, 6, 1, 3, 5, 7; this is the way back.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
+PACK_METHODS = ("reorder", "order")
+"""Quark's: whether nibbles are AWQ's."""
 
 
 def rounded_activations(bits: int) -> Literal["int8", "none"]:
@@ -83,23 +87,28 @@ class GPTQWeight:
 
 @dataclass(frozen=True)
 class AWQWeight:
+    """zeros: of symmetric weights all 0. reordered: see `unpack_awq`."""
+
     format: Integer
     shape: tuple[int, int]
     codes: Part
-    zeros: Part
+    zeros: Part | None
     scales: Part
+    reordered: bool = True
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.codes, self.zeros, self.scales)
+        return those(self.codes, self.zeros, self.scales)
 
     def rows(self, first: int, end: int) -> IntegerRows:
-        scales = self.scales.read()[:, first:end].t().contiguous()
-        return IntegerRows(
-            _unpack_awq(self.codes.read(), first, end),
-            self.scales.checked_scales(scales),
-            _unpack_awq(self.zeros.read(), first, end),
-        )
+        codes = unpack_awq(self.codes.read(), first, end, reordered=self.reordered)
+        scales = self.scales.checked_scales(self.scales.read()[:, first:end].t().contiguous())
+        zeros = None if self.zeros is None else unpack_awq(self.zeros.read(), first, end, reordered=self.reordered)
+        if self.format.zeros:
+            return IntegerRows(codes, scales, zeros)
+        if self.zeros is not None and zeros is not None and bool(zeros.any()):
+            raise self.zeros.misfit("should hold nothing but zeros: the config says that weights are symmetric")
+        return IntegerRows(codes ^ self.format.middle, scales)
 
 
 def read_gptq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
@@ -226,27 +235,39 @@ def read_awq(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantize
     bits = config.integer("bits", config.values.get("w_bit", 4))
     if bits != 4:
         raise UnsupportedError(f"{config.where}: AWQ weights of {bits} bits", "known: 4")
-    if not config.flag("zero_point", True):
+    by_quark = config.has("pack_method")
+    if not config.flag("zero_point", True) and not by_quark:
         raise UnsupportedError(f"{config.where}: AWQ weights without zero points", "known: those with zero points")
+    order = config.text("pack_method", "reorder")
+    if order not in PACK_METHODS:
+        raise UnsupportedError(f"{config.where}: the pack_method {order[:40]!r}", f"known: {', '.join(PACK_METHODS)}")
     group = _group_size(config, config.values.get("q_group_size"))
-    return {module.weight_name: _awq_weight(module, group) for module in modules(checkpoint, SUFFIXES)}
+    return {
+        module.weight_name: _awq_weight(module, group, config.flag("zero_point", True), order == "reorder")
+        for module in modules(checkpoint, AWQ_SUFFIXES)
+    }
 
 
-def _awq_weight(module: Module, group: int) -> AWQWeight:
+def _awq_weight(module: Module, group: int, zero_points: bool, reordered: bool) -> AWQWeight:
     codes = module.matrix("qweight", ("I32",))
     width, num_rows = codes.shape[0], codes.shape[1] * 8
-    scales = module.part("scales", FLOATS, (None, num_rows))
-    zeros = module.part("qzeros", ("I32",), (scales.shape[0], codes.shape[1]))
+    scales = module.part("qscales" if module.has("qscales") else "scales", FLOATS, (None, num_rows))
+    zeros = None
+    if zero_points or module.has("qzeros") or module.has("qqzeros"):
+        zeros = module.part("qqzeros" if module.has("qqzeros") else "qzeros", ("I32",), (scales.shape[0], codes.shape[1]))
     size = checked_group(scales, scales.shape[0], width, group)
-    form = Integer(4, size, zeros=True, activation=rounded_activations(4), scales=scales.scale_type)
-    return AWQWeight(form, (num_rows, width), codes, zeros, scales)
+    form = Integer(4, size, zeros=zero_points, activation=rounded_activations(4), scales=scales.scale_type)
+    return AWQWeight(form, (num_rows, width), codes, zeros, scales, reordered)
 
 
-def _unpack_awq(words: torch.Tensor, first: int, end: int) -> torch.Tensor:
-    """uint8 [end - first, X] of int32 [X, N / 8]; first and end are multiples of 8."""
-    some = words[:, first // 8 : end // 8].contiguous()
-    nibbles = unpack(some.view(torch.uint8), 4, end - first)
-    return nibbles.reshape(len(words), -1, 8)[..., list(AWQ_NIBBLES)].flatten(1).t().contiguous()
+def unpack_awq(words: torch.Tensor, first: int, end: int, *, reordered: bool = True) -> torch.Tensor:
+    """uint8 [end - first, X] of int32 [X, N / 8]; first is a multiple of 8. reordered: whether nibbles lie as AWQ has them, and
+    not one behind the other."""
+    some = words[:, first // 8 : -(-end // 8)].contiguous()
+    nibbles = unpack(some.view(torch.uint8), 4, 8 * some.shape[1])
+    if reordered:
+        nibbles = nibbles.reshape(len(words), -1, 8)[..., list(AWQ_NIBBLES)].flatten(1)
+    return nibbles[:, : end - first].t().contiguous()
 
 
 def _group_size(config: ConfigReader, default: Any = None) -> int:

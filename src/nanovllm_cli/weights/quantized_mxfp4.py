@@ -2,8 +2,9 @@
 
     gpt-oss                     NAME_blocks [..., K / 32, 16] and NAME_scales [..., K / 32]
     compressed-tensors          weight_packed [N, K / 2] and weight_scale [N, K / 32]
+    Quark                       weight [N, K / 2] and weight_scale [N, K / 32]
 
-Both put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has the scale first, and number i beside
+All put number 2 i into the low and 2 i + 1 into the high nibble of byte i. GGUF's block has the scale first, and number i beside
 number i + 16; that is the form that rows have here. Format: OCP Microscaling Formats 1.0, section 5; ggml's block_mxfp4.
 """
 
@@ -11,7 +12,6 @@ from __future__ import annotations
 
 import math
 from collections import defaultdict
-from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
@@ -19,10 +19,10 @@ import torch
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.quant.format import Blocks
 from nanovllm_cli.quant.rows import BlockRows
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
-from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, Unpacked, ggml_nibbles
+from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, Part, QuantizedWeight, ggml_nibbles
 
-BLOCK, BLOCK_BYTES = 32, 17
+BLOCK = 32
 NAN_SCALE = 255
 SCALE_TYPES = ("U8", "F8_E8M0")
 
@@ -34,9 +34,12 @@ def mxfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class MXFP4Weight:
+    """others: tensors that are not read."""
+
     shape: tuple[int, ...]
     codes: Part
     scales: Part
+    others: tuple[Part, ...] = ()
 
     @property
     def format(self) -> Blocks:
@@ -44,7 +47,7 @@ class MXFP4Weight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return (self.codes, self.scales)
+        return (self.codes, self.scales, *self.others)
 
     def rows(self, first: int, end: int) -> BlockRows:
         width = self.shape[-1]
@@ -55,41 +58,12 @@ class MXFP4Weight:
         return BlockRows(mxfp4_blocks(codes, scales))
 
 
-def packed_weight(module: Module) -> MXFP4Weight:
-    """Of a module of compressed-tensors."""
-    codes = module.matrix("weight_packed", BYTES)
+def mxfp4_weight(module: Module, suffix: str) -> MXFP4Weight:
+    """Of a module that has its codes under this suffix, and weight_scale."""
+    codes = module.matrix(suffix, BYTES)
     num_rows, width = codes.shape[0], codes.shape[1] * 2
     codes.check_width(Blocks("MXFP4"), width)
     return MXFP4Weight((num_rows, width), codes, module.part("weight_scale", SCALE_TYPES, (num_rows, width // BLOCK)))
-
-
-def as_blocks(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself, or one in MXFP4 with its weights as a GGUF file has them."""
-    settings = checkpoint.config.get("quantization_config")
-    if not isinstance(settings, Mapping) or settings.get("quant_method") != "mxfp4":
-        return checkpoint
-    return _AsBlocks(checkpoint, read_mxfp4(checkpoint, ConfigReader(settings, "quantization_config")))
-
-
-class _AsBlocks(Unpacked):
-    def info(self, name: str) -> TensorInfo:
-        if name not in self._weights:
-            return super().info(name)
-        shape = self._weights[name].shape
-        return TensorInfo(name, shape, "MXFP4", math.prod(shape) // BLOCK * BLOCK_BYTES)
-
-    def raw(self, name: str) -> torch.Tensor:
-        return self._rows(name, None).data if name in self._weights else super().raw(name)
-
-    def tensor(self, name: str, rows: tuple[int, int] | None = None) -> torch.Tensor:
-        if name not in self._weights:
-            return super().tensor(name, rows)
-        return Blocks("MXFP4").dequantize(self._rows(name, rows))
-
-    def _rows(self, name: str, rows: tuple[int, int] | None) -> BlockRows:
-        found = self._weights[name].rows(*(rows or (0, self._weights[name].shape[0])))
-        assert isinstance(found, BlockRows)
-        return found
 
 
 def read_mxfp4(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:

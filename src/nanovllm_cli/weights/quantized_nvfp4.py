@@ -1,7 +1,7 @@
 """Weights in NVFP4: numbers of four bits (e2m1), an e4m3 scale for 16 of them, and a float32 for the whole weight.
 
     compressed-tensors          weight_packed [N, K / 2], weight_scale [N, K / 16] and weight_global_scale, which divides
-    modelopt                    weight [N, K / 2], weight_scale [N, K / 16] and weight_scale_2, which multiplies
+    modelopt, Quark             weight [N, K / 2], weight_scale [N, K / 16] and weight_scale_2, which multiplies
     MLX                         weight [N, K / 8] uint32, scales [N, K / 16] and perhaps global_scale, which multiplies,
                                 divided by what the largest number and scale make
 
@@ -34,8 +34,8 @@ def nvfp4_blocks(codes: torch.Tensor, scales: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class NVFP4Weight:
-    """divides: whether the whole weight is divided by `factor`, and not multiplied. input_scale: not used. unit: what the factor
-    is divided by before."""
+    """divides: whether the whole weight is divided by `factor`, and not multiplied. input_scale, others: not used. unit: what the
+    factor is divided by before."""
 
     shape: tuple[int, int]
     codes: Part
@@ -44,6 +44,7 @@ class NVFP4Weight:
     divides: bool
     input_scale: Part | None
     unit: float = 1.0
+    others: tuple[Part, ...] = ()
 
     @property
     def format(self) -> Blocks:
@@ -51,7 +52,7 @@ class NVFP4Weight:
 
     @property
     def parts(self) -> tuple[Part, ...]:
-        return those(self.codes, self.scales, self.factor, self.input_scale)
+        return those(self.codes, self.scales, self.factor, self.input_scale, *self.others)
 
     def rows(self, first: int, end: int) -> BlockRows:
         scales = self.scales.read().view(torch.uint8)[first:end]

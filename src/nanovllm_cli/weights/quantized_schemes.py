@@ -82,7 +82,7 @@ class _Targets:
             raise CheckpointError(f"{config.where}: {key!r} must be a list of strings", BROKEN)
         where = f"{config.where}: {key!r}"
         self._names = {value for value in values if not value.startswith("re:")}
-        self._patterns = [_pattern(value, where) for value in values if value.startswith("re:")]
+        self._patterns = [bounded_pattern(value, where) for value in values if value.startswith("re:")]
 
     def has_name(self, module: str) -> bool:
         return module in self._names
@@ -175,8 +175,8 @@ def _block(read: ConfigReader) -> tuple[float, ...]:
     return read.numbers("block_structure", 2)
 
 
-def _pattern(value: str, where: str) -> re.Pattern[str]:
-    """A pattern out of a file may be made to match for hours: few repeats, none of groups."""
+def bounded_pattern(value: str, where: str) -> re.Pattern[str]:
+    """Of "re:…". A pattern out of a file may be made to match for hours: few repeats, none of groups."""
     bare = re.sub(r"\[[^\]]*\]", "x", re.sub(r"\\.", "x", value))
     repeats = re.findall(r"[*+{]|(?<![(*+?}])\?", bare)
     if len(value) > MAX_PATTERN_LEN or len(repeats) > MAX_REPEATS or re.search(r"\)[*+{]", bare):

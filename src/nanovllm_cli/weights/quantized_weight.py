@@ -11,7 +11,7 @@ from __future__ import annotations
 from collections import defaultdict
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 import torch
 
@@ -25,22 +25,49 @@ from nanovllm_cli.weights.stacked import stack_of
 QUANTIZED_ELSEWHERE = "the checkpoint is incomplete, or was written by a tool that does it another way"
 FLOATS = ("F16", "BF16", "F32")
 BYTES = ("U8",)
+_SETTINGS = ("quantization_config", "compression_config")
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 448  # the largest number of any 8-bit code: fp8's
 _SCALE_NAMES: dict[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
 
 class QuantizedWeight(Protocol):
-    """One weight, made of `parts`. shape: (N, K), or more in front of the columns, which rows run through one after the other."""
+    """One weight, made of `parts`. format: None where rows are plain numbers. shape: (N, K), or more in front of the columns,
+    which rows run through one after the other."""
 
     @property
-    def format(self) -> Format: ...
+    def format(self) -> Format | None: ...
     @property
     def shape(self) -> tuple[int, ...]: ...
     @property
     def parts(self) -> tuple[Part, ...]: ...
 
-    def rows(self, first: int, end: int) -> QuantizedRows:
+    def rows(self, first: int, end: int) -> QuantizedRows | torch.Tensor:
         """Rows first … end - 1; first is a multiple of ROWS_TOGETHER. CheckpointError for values that cannot be."""
+
+
+@runtime_checkable
+class InNumbers(Protocol):
+    """A weight whose rows may be plain numbers. stored_as: what its codes are called."""
+
+    @property
+    def stored_as(self) -> str: ...
+
+
+@runtime_checkable
+class HasScales(Protocol):
+    """A weight whose scales are one tensor."""
+
+    @property
+    def scales(self) -> Part: ...
+
+
+def numbers(weight: QuantizedWeight, first: int, end: int) -> torch.Tensor:
+    """float32 [n, K]: what rows first … end - 1 stand for."""
+    rows = weight.rows(first, end)
+    if isinstance(rows, torch.Tensor):
+        return rows.float()
+    assert weight.format is not None
+    return weight.format.dequantize(rows)
 
 
 @dataclass(frozen=True)
@@ -113,11 +140,12 @@ def those(*parts: Part | None) -> tuple[Part, ...]:
 
 @dataclass(frozen=True)
 class Module:
-    """The tensors of one module. suffixes: what follows its name and a dot -> the tensor's name."""
+    """The tensors of one module. suffixes: what follows its name, a dot and the prefix -> the tensor's name."""
 
     checkpoint: Checkpoint
     name: str
     suffixes: Mapping[str, str]
+    prefix: str = ""
 
     @property
     def weight_name(self) -> str:
@@ -135,7 +163,7 @@ class Module:
         """A tensor that must be there, in one of these dtypes and, where any are given, shapes (None: any size)."""
         if suffix not in self.suffixes:
             raise CheckpointError(
-                f"{self.checkpoint.path}: tensor {f'{self.name}.{suffix}'!r} is missing, which belongs to "
+                f"{self.checkpoint.path}: tensor {f'{self.name}.{self.prefix}{suffix}'!r} is missing, which belongs to "
                 f"{min(self.suffixes.values())!r}",
                 QUANTIZED_ELSEWHERE,
             )
@@ -179,7 +207,7 @@ class Unpacked(CheckpointView):
 
     def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
         super().__init__(inner)
-        self.config = {key: value for key, value in inner.config.items() if key != "quantization_config"}
+        self.config = {key: value for key, value in inner.config.items() if key not in _SETTINGS}
         gone = {part.name for weight in weights.values() for part in weight.parts} - weights.keys()
         self._names = list(dict.fromkeys([*(name for name in inner.names() if name not in gone), *weights]))
         self._weights = weights

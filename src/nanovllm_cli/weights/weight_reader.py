@@ -44,6 +44,9 @@ class WeightReader(Protocol):
     def format(self, name: str) -> Format | None:
         """What the weight is stored in; None for plain numbers."""
 
+    def stored_as(self, name: str) -> str | None:
+        """What a weight's codes are called; None for a tensor of plain numbers."""
+
     def slices(self, name: str) -> Slices:
         """(rows, index of the first) in order, some MiB at a time; floats are finite. File pages are let go as it proceeds."""
 
@@ -66,6 +69,9 @@ class PlainReader:
 
     def format(self, name: str) -> Format | None:
         return None
+
+    def stored_as(self, name: str) -> str | None:
+        return None if (form := self.format(name)) is None else form.name
 
     def slices(self, name: str) -> Slices:
         for rows, first in float_slices(self.checkpoint, name):
