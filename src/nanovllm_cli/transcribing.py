@@ -6,8 +6,9 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.errors import RequestError, UnmeetableError, UnsupportedError
-from nanovllm_cli.text.dictation import Answered, Ask, Dictation, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.text.dictation import Answered, Ask, Dictation, Heard, Passage, dictate, joined
 from nanovllm_cli.text.scribe import Scribe, scribe_of
+from nanovllm_cli.text.wishes import Wishes
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
@@ -24,7 +25,6 @@ class Transcript(NamedTuple):
     language: str | None
     seconds: float
     passages: list[Passage]
-
 
 
 def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Transcript:
@@ -57,9 +57,9 @@ def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
     llm.default_params.under(wishes.sampling).check_vocabulary(llm.spec.vocab_size)
 
 
-def driven(dictation: Dictation, answer: Callable[[Ask], Answered]) -> Iterator[Heard | list[Passage]]:
+def driven(dictation: Dictation, answer: Callable[[Ask], list[Answered]]) -> Iterator[Heard | list[Passage]]:
     """A dictation whose questions are answered."""
-    given: Answered | None = None
+    given: list[Answered] | None = None
     while True:
         try:
             step = dictation.send(given)
@@ -89,12 +89,12 @@ def clip_of(llm: LLM, sound: bytes | str) -> Clip:
     return read_sound(sound, llm.hearing, "the sound") if isinstance(sound, bytes) else read_sent(sound, llm.hearing, "the sound")
 
 
-def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> Answered:
+def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> list[Answered]:
     (output,) = llm.generate(ask.prompt, ask.params)
     if told is not None:
         told(output)
-    answer = output.outputs[0]
-    if answer.error is not None:
-        what = f"the transcript failed: {answer.error}"
-        raise UnmeetableError(what) if answer.unmeetable else RequestError(what)
-    return Answered(answer.token_ids, [each.logprob for each in answer.logprobs or ()])
+    for answer in output.outputs:
+        if answer.error is not None:
+            what = f"the transcript failed: {answer.error}"
+            raise UnmeetableError(what) if answer.unmeetable else RequestError(what)
+    return [Answered(answer.token_ids, [each.logprob for each in answer.logprobs or ()]) for answer in output.outputs]

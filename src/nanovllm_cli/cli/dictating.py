@@ -10,9 +10,10 @@ from nanovllm_cli.cli.question import Question, kind_of
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.content_parts import SOUNDS
-from nanovllm_cli.text.dictation import Heard, Passage, Wishes
+from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.scribe import Task
 from nanovllm_cli.text.subtitles import cue, head
+from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.transcribing import passages_of
 
 if TYPE_CHECKING:
@@ -112,5 +113,5 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     wishes = question.wishes
     task: Task = "translate" if wishes.translate else "transcribe"
     timed = wishes.subtitles is not None
-    return Wishes(wishes.language, task, question.text or None, timed, temperature, sampling=sampling)
+    return Wishes(wishes.language, task, question.text or None, timed, temperature, sampling=sampling, **wishes.own)
 

@@ -2,28 +2,52 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
+from nanovllm_cli.text.wishes import Wishes
 
 SOUND, VIDEO = "data:audio/", "data:video/"
 WORDS = {IMAGES: "image", SOUNDS: "sound", VIDEOS: "video"}
 LACKS = {IMAGES: "reads no images", SOUNDS: "hears nothing", VIDEOS: "reads no videos"}
 """What is said of a model that does not."""
+_OWN = {
+    "rise": "--temperature-inc", "tries": "--best-of", "most_squeezed": "--compression-ratio-threshold",
+    "least_likely": "--logprob-threshold", "silent": "--no-speech-threshold",
+    "conditioned": "--condition-on-previous-text", "carried": "--carry-initial-prompt",
+}  # fmt: skip
 _FLAGS = {IMAGES: "--image", SOUNDS: "--audio", VIDEOS: "--video"}
 
 
 class TranscriptWishes(NamedTuple):
-    """Of a sound. language: a code or a name; None: it is heard. subtitles: what it is written as."""
+    """Of a sound. language: a code or a name; None: it is heard. subtitles: what it is written as, with so many words and
+    characters at the most. word_times: when each word is said is told. own: fields of `Wishes`, as they were asked for."""
 
     language: str | None = None
     translate: bool = False
     subtitles: Literal["srt", "vtt"] | None = None
+    max_words: int | None = None
+    max_line_width: int | None = None
+    word_times: bool = False
+    own: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def side_by_side(self) -> int:
+        """Answers of one question, to a Whisper."""
+        tries: int = self.own.get("tries", Wishes().tries)
+        return tries
+
+    @property
+    def flags(self) -> list[str]:
+        """Of what was asked for beside a language, which is a Whisper's alone."""
+        found = {"--translate": self.translate, "--subtitles": self.subtitles is not None, "--word-times": self.word_times}
+        return [*(flag for flag, asked in found.items() if asked), *(_OWN[name] for name in self.own)]
 
 
 @dataclass(frozen=True, slots=True)

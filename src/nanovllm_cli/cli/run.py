@@ -31,6 +31,7 @@ from nanovllm_cli.cli.question import Question, TranscriptWishes, continued, new
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
+from nanovllm_cli.cli.transcript_options import TranscriptOptions
 from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
@@ -57,6 +58,7 @@ def run(
     prompt: PromptOptions,
     sampling: AnswersOptions,
     form: FormOptions,
+    transcript: TranscriptOptions,
     engine: EngineOptions,
     output: OutputOptions,
     messages: MessageOptions,
@@ -69,7 +71,8 @@ def run(
     """
     screen = screen_for(messages)
     given = sampling.given() | form.given()
-    _refuse_contradictions(prompt, output)
+    wishes = transcript.wishes()
+    _refuse_contradictions(prompt, output, wishes)
     if not (output.json or output.jsonl or prompt.batch is not None):
         refuse_typed(ctx, ("logprobs",), "has no place in plain text", "add --json, --jsonl or --batch")
         given.pop("logprobs", None)
@@ -88,7 +91,7 @@ def run(
         if last is not None and not model.model and name and _is_said(name):
             spoken = [name, *spoken]
             name = model_word = None
-        seats = None if prompt.batch is not None else given.get("n", 1)
+        seats = None if prompt.batch is not None else max(given.get("n", 1), wishes.side_by_side if prompt.audio else 1)
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
             name = last.model
@@ -131,7 +134,7 @@ def run(
         settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
         _run_batch(prompt.batch, asked, settings, prompt, output, screen)
     else:
-        _run_one(asked, prompt, output, screen)
+        _run_one(asked, prompt, wishes, output, screen)
 
 
 def _is_said(word: str) -> bool:
@@ -174,7 +177,9 @@ def _remote(
     return lambda: answerer, spoken
 
 
-def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
+def _run_one(
+    asked: _Asked, prompt: PromptOptions, wishes: TranscriptWishes, output: OutputOptions, screen: Console
+) -> None:
     last = asked.last
     seen, heard, watched = prompt.image or [], prompt.audio or [], prompt.video or []
     images = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
@@ -186,7 +191,6 @@ def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
-        wishes = TranscriptWishes(prompt.language, prompt.translate, output.subtitles)
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
         if answerer.dictates or wishes != TranscriptWishes():
@@ -226,14 +230,15 @@ def _run_batch(
         batch.run_batch(answerer, options, lines, results, screen)
 
 
-def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None:
+def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, wishes: TranscriptWishes) -> None:
     """Raises UsageError for options that cannot both have an effect, or none where they are."""
     batched = prompt.batch is not None
     refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=batched)
     refuse_both(batch=batched, continue_=prompt.continue_last)
-    words = {"language": prompt.language is not None, "translate": prompt.translate, "subtitles": output.subtitles is not None}
-    for name, asked in words.items():
-        refuse_both(batch=batched, continue_=prompt.continue_last, **{name: asked})
+    for flag in [*(["--language"] if wishes.language is not None else []), *wishes.flags]:
+        refuse_both(batch=batched, continue_=prompt.continue_last, **{flag.removeprefix("--").replace("-", "_"): True})
+    if wishes.word_times and not (output.json or output.jsonl):
+        raise UsageError("--word-times has no place in plain text", "add --json or --jsonl; --subtitles has --max-words")
     if output.overwrite and not (batched and output.output):
         raise UsageError("--overwrite has no meaning without --batch and -o")
 

@@ -142,7 +142,8 @@ class Plan(NamedTuple):
 
 class TokenLogprobs(NamedTuple):
     """Log-probability of one token, and of the most likely ones. Natural logarithm, before temperature and filters
-    (vLLM's "raw_logprobs"). top: (token id, logprob) from the most likely down. rank: 1 for the most likely token."""
+    (vLLM's "raw_logprobs"); that of a transcript's token is among what its rules leave. top: (token id, logprob) from the most
+    likely down. rank: 1 for the most likely token."""
 
     token_id: int
     logprob: float

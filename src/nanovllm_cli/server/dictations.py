@@ -16,10 +16,12 @@ from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
 from nanovllm_cli.sounds.reading import read_sound
-from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage, Step, dictate, joined
+from nanovllm_cli.text.dictation import Dictation as Dictating
 from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
 from nanovllm_cli.text.spoken import LANGUAGES
 from nanovllm_cli.text.subtitles import subtitles
+from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.vision_spec import Clip
 
 TIMED = ("srt", "vtt", "verbose_json")
@@ -94,7 +96,7 @@ class Dictation:
             raise ApiError.of(error, "file") from None
         body.file = b""  # nor need it wait for the end of the answer
         way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
-        given: Answered | None = None
+        given: list[Answered] | None = None
         while True:
             try:
                 step = await asyncio.to_thread(_next, way, given)
@@ -116,18 +118,18 @@ class Dictation:
                     text = "".join(each.text for each in step)
                     yield text if begun else text.lstrip()
 
-    async def _answered(self, ask: Ask) -> Answered:
+    async def _answered(self, ask: Ask) -> list[Answered]:
         asked = TextAsked(ask.prompt, ask.params)
-        ids: list[int] = []
-        logprobs: list[float] = []
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(ask.params.n)]
         async with self._context.generation(self._model, asked, self._exchange) as generation:
             async for events in generation:
                 for event in events:
+                    ids, logprobs = found[event.index]
                     ids += event.token_ids
                     logprobs += [each.logprob for each in event.logprobs or ()]
         self._prompt_tokens += generation.usage.prompt_tokens
         self._completion_tokens += generation.usage.completion_tokens
-        return Answered(ids, logprobs)
+        return [Answered(*each) for each in found]
 
 
 async def whole(dictation: Dictation) -> None:
@@ -137,12 +139,11 @@ async def whole(dictation: Dictation) -> None:
             pass
 
 
-def _next(way: Any, given: Answered | None) -> Ask | list[Passage] | Heard | None:
+def _next(way: Dictating, given: list[Answered] | None) -> Step | None:
     try:
-        step: Ask | list[Passage] | Heard = way.send(given)
+        return way.send(given)
     except StopIteration:
         return None
-    return step
 
 
 def _scribe(model: ServedModel) -> Scribe:

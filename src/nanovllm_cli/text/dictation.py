@@ -4,7 +4,7 @@ OpenAI's code).
 A window is half a minute. Where a text has times, the next one begins where the last passage that was written to its end has
 ended; else behind it. In front of a window's text stands what was written before, unless that was drawn at a high
 temperature. A text that repeats itself, by how small it is when compressed, or that the model itself takes to be unlikely, is
-drawn again, at higher and higher temperatures; a window in which probably nobody speaks is left out.
+drawn again, at higher and higher temperatures, several times at each; a window in which probably nobody speaks is left out.
 
 Whoever has a model drives a `dictate`: it yields what is to be asked, and is sent what the model answered; and passages, as
 they come. Nothing here knows engines.
@@ -14,50 +14,29 @@ from __future__ import annotations
 
 import math
 import zlib
-from collections.abc import Generator, Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.text.scribe import SECONDS, Scribe, Task
+from nanovllm_cli.text.scribe import SECONDS, Scribe
 from nanovllm_cli.text.spoken import language_of
 from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.vision_spec import Clip, TokenIds
 
 STEP = round(SECONDS * RATE / HOP)
 """Frames between two times."""
-TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
 SEED = 0
 """Of what is drawn, where nobody names one: a sound has one transcript."""
 FORGETS_ABOVE = 0.5
 """The temperature from which on a text is no beginning of the next."""
 
 
-@dataclass(frozen=True, slots=True)
-class Wishes:
-    """language: a code or a name; None: it is heard. prompt: what may come up, or was said before. timed: whether times are
-    wanted; of a sound longer than a window they are found in any case. temperature: None: 0, and more where that gives no
-    good text, as the next two say; a number: that alone. most_squeezed: of a text, how many times as long as compressed it
-    may be. least_likely: the mean of its tokens' log-probabilities. silent: from which probability on nobody speaks.
-    conditioned: a window's text begins behind that of the one before. sampling: fields of SamplingParams."""
-
-    language: str | None = None
-    task: Task = "transcribe"
-    prompt: str | None = None
-    timed: bool = False
-    temperature: float | None = None
-    most_squeezed: float | None = 2.4
-    least_likely: float | None = -1.0
-    silent: float | None = 0.6
-    conditioned: bool = True
-    sampling: Mapping[str, Any] = field(default_factory=dict)
-
-
 class Ask(NamedTuple):
-    """What a model is to be asked for."""
+    """What a model is to be asked for: as many answers as params say."""
 
     prompt: TokenIds
     params: SamplingParams
@@ -93,8 +72,9 @@ class Heard(NamedTuple):
     seconds: float
 
 
-Dictation = Generator[Ask | list[Passage] | Heard, Answered | None, None]
-"""Yields what the sound is, then passages and what is to be asked; `Ask` is answered by `send`."""
+Step = Ask | list[Passage] | Heard
+Dictation = Generator[Step, list[Answered] | None, None]
+"""Yields what the sound is, then passages and what is to be asked; `Ask` is answered by `send`, with all answers in order."""
 
 
 class _Text(NamedTuple):
@@ -108,8 +88,8 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
     """clip: of one piece, whose `heard` frames count. Raises UsageError for an unknown language, UnsupportedError for what the
     model can't do, before anything is asked."""
     (whole,) = clip.images
-    said = "" if wishes.prompt is None else wishes.prompt.strip()
-    told = tokenizer.encode(f" {said}", add_special_tokens=False, parse_special=False) if said else []
+    prompted = "" if wishes.prompt is None else wishes.prompt.strip()
+    told = tokenizer.encode(f" {prompted}", add_special_tokens=False, parse_special=False) if prompted else []
     if told and scribe.previous is None:
         raise UnsupportedError("this model's vocabulary has no <|startofprev|>, which a prompt stands behind", "leave it out")
     language = _language(scribe, wishes)
@@ -119,19 +99,21 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
     yield Heard(language, clip.seconds)
     timed = wishes.timed or whole.heard > spec.piece
     begins = scribe.begins(language, wishes.task, timed=timed)
-    before, seek = told, 0
+    room = scribe.text_len // 2 - 1  # as much for the text before as for this one
+    ahead = told[-room:] if wishes.carried else []
+    before, seek = [] if wishes.carried else told, 0
     while seek < whole.heard:
         window, size = spec.window(whole, seek), min(spec.piece, whole.heard - seek)
-        room = scribe.text_len // 2 - 1  # as much for the text before as for this one
-        behind = [] if not before or scribe.previous is None else [scribe.previous, *before[-room:]]
+        said = [*ahead, *before[max(0, len(before) - room + len(ahead)) :]]
+        behind = [] if not said or scribe.previous is None else [scribe.previous, *said]
         silent = None
         if scribe.nothing is not None:
             asked = scribe.prompt(spec, window, [*behind, scribe.start])
-            drawn = yield from _asked(asked, _one_of(scribe.nothing))
+            (drawn,) = yield from _asked(asked, _one_of(scribe.nothing))
             silent = _exp(drawn.logprobs[0])
         asked = scribe.prompt(spec, window, [*behind, *begins])
         text = yield from _written(scribe, tokenizer, asked, wishes, silent, timed=timed)
-        is_silent = _is_silent(wishes, silent) and _is_unlikely(wishes, text)
+        is_silent = _is_silent(wishes, silent) and not _is_likely(wishes, text)
         found, further = ([], size) if is_silent else _passages(scribe, tokenizer, text, seek, size, silent)
         if found:
             yield found
@@ -149,7 +131,7 @@ def _language(scribe: Scribe, wishes: Wishes) -> str | None:
     return code if scribe.languages else None
 
 
-def _asked(prompt: TokenIds, params: SamplingParams) -> Generator[Ask, Answered | None, Answered]:
+def _asked(prompt: TokenIds, params: SamplingParams) -> Generator[Step, list[Answered] | None, list[Answered]]:
     answered = yield Ask(prompt, params)
     assert answered is not None, "whoever drives this sends what was answered"
     return answered
@@ -159,26 +141,23 @@ def _one_of(*ids: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=ids, logprobs=0, ignore_eos=True)
 
 
-def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Generator[Ask, Answered | None, str]:
+def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Generator[Step, list[Answered] | None, str]:
     """The likeliest of those that it knows."""
-    drawn = yield from _asked(prompt, _one_of(*scribe.languages.values()))
+    (drawn,) = yield from _asked(prompt, _one_of(*scribe.languages.values()))
     return next(code for code, token in scribe.languages.items() if token == drawn.token_ids[0])
 
 
 def _written(
     scribe: Scribe, tokenizer: Tokenizer, prompt: TokenIds, wishes: Wishes, silent: float | None, *, timed: bool
-) -> Generator[Ask, Answered | None, _Text]:
+) -> Generator[Step, list[Answered] | None, _Text]:
     """A window's text: the first that is good, or the last."""
-    temperatures = TEMPERATURES if wishes.temperature is None else (wishes.temperature,)
     text = None
-    for temperature in temperatures:
-        own = {"max_tokens": None, "logprobs": 0, "seed": SEED, **wishes.sampling, "temperature": temperature}
+    for temperature in wishes.temperatures:
+        usual = {"max_tokens": scribe.text_len // 2, "logprobs": 0, "seed": SEED}
+        own = {**usual, **wishes.sampling, "temperature": temperature, "n": wishes.tries if temperature else 1}
         params = SamplingParams(transcript=scribe.rules(timed=timed), stop_token_ids=(scribe.end,), **own)
         drawn = yield from _asked(prompt, params)
-        ids = [each for each in drawn.token_ids if each != scribe.end]
-        plain = tokenizer.decode([each for each in ids if each < scribe.end]).strip()
-        count = len(ids) + 1  # with the end, which counts whether it came or not
-        text = _Text(ids, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
+        text = max((_text(scribe, tokenizer, each, temperature) for each in drawn), key=_likelihood)
         is_bad = (wishes.most_squeezed is not None and text.squeezed > wishes.most_squeezed) or _is_unlikely(wishes, text)
         if not is_bad or (_is_silent(wishes, silent) and _is_unlikely(wishes, text)):
             break
@@ -186,8 +165,27 @@ def _written(
     return text
 
 
+def _text(scribe: Scribe, tokenizer: Tokenizer, drawn: Answered, temperature: float) -> _Text:
+    ids = [each for each in drawn.token_ids if each != scribe.end]
+    plain = tokenizer.decode([each for each in ids if each < scribe.end]).strip()
+    count = len(ids) + 1  # with the end, which counts whether it came or not
+    return _Text(ids, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
+
+
+def _likelihood(text: _Text) -> float:
+    """What tells which of several counts: in OpenAI's code the end is in the sum, and not among those it is divided by."""
+    count = len(text.token_ids)
+    mean = text.mean_logprob * (count + 1) / max(1, count)
+    return -math.inf if math.isnan(mean) else mean
+
+
 def _is_unlikely(wishes: Wishes, text: _Text) -> bool:
     return wishes.least_likely is not None and text.mean_logprob < wishes.least_likely
+
+
+def _is_likely(wishes: Wishes, text: _Text) -> bool:
+    """Whether it counts though probably nobody speaks."""
+    return wishes.least_likely is not None and text.mean_logprob > wishes.least_likely
 
 
 def _is_silent(wishes: Wishes, silent: float | None) -> bool:
