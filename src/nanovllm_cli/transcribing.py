@@ -6,7 +6,8 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.errors import RequestError, UnmeetableError, UnsupportedError
-from nanovllm_cli.text.dictation import Answered, Ask, Dictation, Heard, Passage, dictate, joined
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Dictation, Heard, Passage, Reply, dictate, joined
 from nanovllm_cli.text.scribe import Scribe, scribe_of
 from nanovllm_cli.text.wishes import Wishes
 
@@ -49,7 +50,8 @@ def passages_of(
     scribe = scribe_for(llm)
     assert llm.hearing is not None
     wishes_of_a_model(llm, wishes)
-    return driven(dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound), wishes), lambda ask: _answered(llm, ask, told))
+    way = dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound), wishes)
+    return driven(way, lambda ask: _aligned(llm, ask) if isinstance(ask, Align) else _answered(llm, ask, told))
 
 
 def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
@@ -57,16 +59,16 @@ def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
     llm.default_params.under(wishes.sampling).check_vocabulary(llm.spec.vocab_size)
 
 
-def driven(dictation: Dictation, answer: Callable[[Ask], list[Answered]]) -> Iterator[Heard | list[Passage]]:
+def driven(dictation: Dictation, answer: Callable[[Ask | Align], Reply]) -> Iterator[Heard | list[Passage]]:
     """A dictation whose questions are answered."""
-    given: list[Answered] | None = None
+    given: Reply = None
     while True:
         try:
             step = dictation.send(given)
         except StopIteration:
             return
-        given = answer(step) if isinstance(step, Ask) else None
-        if not isinstance(step, Ask):
+        given = answer(step) if isinstance(step, Ask | Align) else None
+        if not isinstance(step, Ask | Align):
             yield step
 
 
@@ -87,6 +89,11 @@ def clip_of(llm: LLM, sound: bytes | str) -> Clip:
 
     assert llm.hearing is not None
     return read_sound(sound, llm.hearing, "the sound") if isinstance(sound, bytes) else read_sent(sound, llm.hearing, "the sound")
+
+
+def _aligned(llm: LLM, ask: Align) -> list[float]:
+    (found,) = llm.pooled([ask.prompt], ask.alignment, None, SamplingParams(lora=ask.lora).lora)
+    return found
 
 
 def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> list[Answered]:

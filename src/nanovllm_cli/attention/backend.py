@@ -92,7 +92,8 @@ class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
     `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
     entered: what the first layer read [T, hidden], where others do, too. encoded: what a step is to keep of an encoder's rows, of
-    whose tokens the batch has none; step is None where there are no others."""
+    whose tokens the batch has none; step is None where there are no others. asks: takes what each layer's attention to these rows
+    asks with [T, H * D], one after another, where somebody wants to know."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
@@ -101,6 +102,7 @@ class StepInputs(NamedTuple):
     asked: StepInputs | None = None
     entered: torch.Tensor | None = None
     encoded: EncodedRows | None = None
+    asks: list[torch.Tensor] | None = None
 
     @property
     def positions(self) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -204,6 +204,9 @@ class CpuAttention:
         (k, v), tables, tiles = cache, step.encoded.block_tables, step.encoded.tiles[spec.queries_a_key]
         q = q.view(len(q), spec.num_heads, spec.head_dim)
         return cpu.paged_attention(q, k, v, tiles, tables, spec.score_scale, 0, 0.0, None, both_ways=True)
+
+    def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
+        return cpu.kept_keys(cache[0], blocks, head, spec.head_dim, self.dtype)
 
     def attend_latent(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -30,6 +31,9 @@ class AttendsToEncoded(Protocol):
 
     def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: Any) -> torch.Tensor:
         """q [T, H * D] -> [T, H * D]: each token attends to all of an encoder's rows that its sequence begins with."""
+
+    def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
+        """What `keep_encoded` has written to these blocks, of one KV head: keys [n, D] float32, on the host."""
 
 
 def taken_apart(batch: Batch, device: torch.device) -> tuple[Batch | None, EncodedRows | None]:

@@ -2,17 +2,18 @@
 
 from __future__ import annotations
 
+import math
 import time
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Usage
 from nanovllm_cli.cli.question import Question, kind_of
-from nanovllm_cli.cli.records import Statistics
+from nanovllm_cli.cli.records import Record, Statistics
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.content_parts import SOUNDS
 from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.scribe import Task
-from nanovllm_cli.text.subtitles import cue, head
+from nanovllm_cli.text.subtitles import cue, head, lines
 from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.transcribing import passages_of
 
@@ -38,6 +39,7 @@ class DictationAnswering(Answering):
         self._asked = time.monotonic()
         self._first: float | None = None
         self._finished = False
+        self._asked_for = question.wishes
         self._subtitles = question.wishes.subtitles
         self._count = 0
         wishes = _wishes(llm, question, given)
@@ -68,9 +70,10 @@ class DictationAnswering(Answering):
             return [Piece(answer, "", rest, None, None)]
         if isinstance(step, Heard):
             return []
-        text = self._written(step)
+        text, segments = self._written(step), [_segment(each) for each in step]
         answer.content += text
-        return [Piece(answer, "", text, None, None)]
+        answer.segments = [*(answer.segments or ()), *segments]
+        return [Piece(answer, "", text, None, None, segments)]
 
     def statistics(self, now: float) -> Statistics:
         return Statistics.of_server(self._usage, (None, None), self._asked, self._first, now)
@@ -86,9 +89,9 @@ class DictationAnswering(Answering):
             text = "".join(each.text for each in passages)
             return text.lstrip() if begins else text
         parts = [head(self._subtitles)] if begins else []
-        for each in passages:
+        for line in lines(passages, self._asked_for.max_words, self._asked_for.max_line_width):
             self._count += 1
-            parts.append(cue(each, self._count, self._subtitles))
+            parts.append(cue(line, self._count, self._subtitles))
         return "".join(parts)
 
     def _heed(self, output: RequestOutput) -> None:
@@ -99,6 +102,24 @@ class DictationAnswering(Answering):
         cached += output.metrics.num_cached_tokens
         self._usage = Usage(prompt + len(output.prompt_token_ids), cached, count + drawn)
         self.answers.first.num_tokens = count + drawn
+
+
+def _segment(passage: Passage) -> Record:
+    """As openai/whisper's JSON has it, without its tokens."""
+    record: Record = {
+        "start": round(passage.start, 3), "end": round(passage.end, 3), "text": passage.text,
+        "temperature": passage.temperature, "avg_logprob": _finite(passage.mean_logprob),
+        "compression_ratio": passage.squeezed, "no_speech_prob": passage.silent,
+    }  # fmt: skip
+    if passage.words:
+        record["words"] = [
+            {"word": each.text, "start": each.start, "end": each.end, "probability": each.probability} for each in passage.words
+        ]
+    return record
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
@@ -113,5 +134,7 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     wishes = question.wishes
     task: Task = "translate" if wishes.translate else "transcribe"
     timed = wishes.subtitles is not None
-    return Wishes(wishes.language, task, question.text or None, timed, temperature, sampling=sampling, **wishes.own)
+    words = wishes.word_times or wishes.max_words is not None or wishes.max_line_width is not None
+    prompt = question.text or None
+    return Wishes(wishes.language, task, prompt, timed, temperature, sampling=sampling, words=words, **wishes.own)
 

@@ -16,7 +16,7 @@ from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
 from nanovllm_cli.sounds.reading import read_sound
-from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage, Step, dictate, joined
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, dictate, joined
 from nanovllm_cli.text.dictation import Dictation as Dictating
 from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
 from nanovllm_cli.text.spoken import LANGUAGES
@@ -73,7 +73,12 @@ class Dictation:
         ]  # fmt: skip
         usage = {"type": "duration", "seconds": math.ceil(heard.seconds)}
         told = {"task": self._task, "language": LANGUAGES.get(language, language), "duration": _rounded(heard.seconds)}
-        return {**told, "text": self.text, "segments": segments, "usage": usage}
+        kinds = self._body.timestamp_granularities or ["segment"]
+        found: dict[str, Any] = {"segments": segments} if "segment" in kinds else {}
+        if "word" in kinds:
+            words = [word for each in self._passages for word in each.words]
+            found["words"] = [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+        return {**told, "text": self.text, **found, "usage": usage}
 
     def written(self) -> str:
         """As text, or as subtitles."""
@@ -96,7 +101,7 @@ class Dictation:
             raise ApiError.of(error, "file") from None
         body.file = b""  # nor need it wait for the end of the answer
         way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
-        given: list[Answered] | None = None
+        given: Reply = None
         while True:
             try:
                 step = await asyncio.to_thread(_next, way, given)
@@ -110,6 +115,8 @@ class Dictation:
                     return
                 case Ask():
                     given = await self._answered(step)
+                case Align():
+                    given = await self._context.generates.align(self._model, step.prompt, step.alignment, self._exchange.caller)
                 case Heard():
                     self._heard = step
                 case list():
@@ -139,7 +146,7 @@ async def whole(dictation: Dictation) -> None:
             pass
 
 
-def _next(way: Dictating, given: list[Answered] | None) -> Step | None:
+def _next(way: Dictating, given: Reply) -> Step | None:
     try:
         return way.send(given)
     except StopIteration:
@@ -166,7 +173,8 @@ def _wishes(body: SoundRequest, task: Task, model: ServedModel) -> Wishes:
     if model.default_params.lora:
         sampling["lora"] = model.default_params.lora
     timed = body.response_format in TIMED
-    return Wishes(body.language, task, body.prompt, timed, body.temperature or None, sampling=sampling)
+    words = "word" in (body.timestamp_granularities or ())
+    return Wishes(body.language, task, body.prompt, timed, body.temperature or None, sampling=sampling, words=words)
 
 
 def _rounded(seconds: float) -> float:

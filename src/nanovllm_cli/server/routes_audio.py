@@ -61,7 +61,7 @@ def router(context: ServerContext) -> APIRouter:
 
     async def answer(body: SoundRequest, task: Task, request: Request, exchange: Exchange) -> Response:
         if body.timestamp_granularities and body.response_format != "verbose_json":
-            told = "response_format verbose_json tells times of segments, and no other does"
+            told = "response_format verbose_json tells times of segments and words, and no other does"
             raise ApiError(400, told, param="timestamp_granularities")
         if body.stream:
             if body.response_format in TIMED:

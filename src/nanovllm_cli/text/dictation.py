@@ -16,8 +16,9 @@ import math
 import zlib
 from collections.abc import Generator, Sequence
 from itertools import pairwise
-from typing import NamedTuple
+from typing import Any, NamedTuple, cast
 
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
 from nanovllm_cli.sampling_params import SamplingParams
@@ -25,6 +26,7 @@ from nanovllm_cli.text.scribe import SECONDS, Scribe
 from nanovllm_cli.text.spoken import language_of
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.wishes import Wishes
+from nanovllm_cli.text.words import Said, Word, spoken
 from nanovllm_cli.vision_spec import Clip, TokenIds
 
 STEP = round(SECONDS * RATE / HOP)
@@ -42,6 +44,14 @@ class Ask(NamedTuple):
     params: SamplingParams
 
 
+class Align(NamedTuple):
+    """Of what text it is to be asked when its tokens are said. lora: see SamplingParams."""
+
+    prompt: TokenIds
+    alignment: Alignment
+    lora: Sequence[Any] = ()
+
+
 class Answered(NamedTuple):
     """What it answered: ids, the one that ended the answer left out or not, and log-probabilities of all that were drawn."""
 
@@ -51,8 +61,9 @@ class Answered(NamedTuple):
 
 class Passage(NamedTuple):
     """What is said from one moment to another, in seconds. token_ids: as drawn, times included. seek: frames in front of its
-    window. The others are its window's: temperature, the mean of log-probabilities, how many times as long as compressed the
-    text is, and how probably nobody speaks, None where that is not known."""
+    window. The next four are its window's: temperature, the mean of log-probabilities, how many times as long as compressed the
+    text is, and how probably nobody speaks, None where that is not known. logprobs: of token_ids. words: where they are wanted.
+    """
 
     start: float
     end: float
@@ -63,6 +74,8 @@ class Passage(NamedTuple):
     mean_logprob: float
     squeezed: float
     silent: float | None
+    logprobs: tuple[float, ...] = ()
+    words: tuple[Word, ...] = ()
 
 
 class Heard(NamedTuple):
@@ -72,13 +85,16 @@ class Heard(NamedTuple):
     seconds: float
 
 
-Step = Ask | list[Passage] | Heard
-Dictation = Generator[Step, list[Answered] | None, None]
-"""Yields what the sound is, then passages and what is to be asked; `Ask` is answered by `send`, with all answers in order."""
+Step = Ask | Align | list[Passage] | Heard
+Reply = list[Answered] | Sequence[float] | None
+Dictation = Generator[Step, Reply, None]
+"""Yields what the sound is, then passages and what is to be asked, which is answered by `send`: `Ask` with all answers in order,
+`Align` with what an Alignment finds."""
 
 
 class _Text(NamedTuple):
     token_ids: list[int]
+    logprobs: list[float]
     temperature: float
     mean_logprob: float
     squeezed: float
@@ -97,11 +113,11 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
     if language is None and scribe.languages:
         language = yield from _heard_language(scribe, spec, scribe.prompt(spec, spec.window(whole, 0), [scribe.start]))
     yield Heard(language, clip.seconds)
-    timed = wishes.timed or whole.heard > spec.piece
-    begins = scribe.begins(language, wishes.task, timed=timed)
+    timed = wishes.timed or wishes.words or whole.heard > spec.piece
+    begins, plainly = (scribe.begins(language, wishes.task, timed=each) for each in (timed, False))
     room = scribe.text_len // 2 - 1  # as much for the text before as for this one
     ahead = told[-room:] if wishes.carried else []
-    before, seek = [] if wishes.carried else told, 0
+    before, seek, until = [] if wishes.carried else told, 0, 0.0
     while seek < whole.heard:
         window, size = spec.window(whole, seek), min(spec.piece, whole.heard - seek)
         said = [*ahead, *before[max(0, len(before) - room + len(ahead)) :]]
@@ -116,6 +132,10 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
         is_silent = _is_silent(wishes, silent) and not _is_likely(wishes, text)
         found, further = ([], size) if is_silent else _passages(scribe, tokenizer, text, seek, size, silent)
         if found:
+            if wishes.words:
+                asked, rows = scribe.prompt(spec, window, plainly), max(1, size // STEP)
+                found = yield from _with_words(scribe, tokenizer, asked, rows, found, language, wishes, until)
+                until = next((each.end for each in reversed(found) if each.words), until)
             yield found
         if not is_silent:
             written = [each for passage in found for each in passage.token_ids]
@@ -131,17 +151,17 @@ def _language(scribe: Scribe, wishes: Wishes) -> str | None:
     return code if scribe.languages else None
 
 
-def _asked(prompt: TokenIds, params: SamplingParams) -> Generator[Step, list[Answered] | None, list[Answered]]:
+def _asked(prompt: TokenIds, params: SamplingParams) -> Generator[Step, Reply, list[Answered]]:
     answered = yield Ask(prompt, params)
-    assert answered is not None, "whoever drives this sends what was answered"
-    return answered
+    assert isinstance(answered, list), "whoever drives this sends what was answered"
+    return cast(list[Answered], answered)
 
 
 def _one_of(*ids: int) -> SamplingParams:
     return SamplingParams(temperature=0.0, max_tokens=1, allowed_token_ids=ids, logprobs=0, ignore_eos=True)
 
 
-def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Generator[Step, list[Answered] | None, str]:
+def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Generator[Step, Reply, str]:
     """The likeliest of those that it knows."""
     (drawn,) = yield from _asked(prompt, _one_of(*scribe.languages.values()))
     return next(code for code, token in scribe.languages.items() if token == drawn.token_ids[0])
@@ -149,7 +169,7 @@ def _heard_language(scribe: Scribe, spec: HearingSpec, prompt: TokenIds) -> Gene
 
 def _written(
     scribe: Scribe, tokenizer: Tokenizer, prompt: TokenIds, wishes: Wishes, silent: float | None, *, timed: bool
-) -> Generator[Step, list[Answered] | None, _Text]:
+) -> Generator[Step, Reply, _Text]:
     """A window's text: the first that is good, or the last."""
     text = None
     for temperature in wishes.temperatures:
@@ -169,7 +189,8 @@ def _text(scribe: Scribe, tokenizer: Tokenizer, drawn: Answered, temperature: fl
     ids = [each for each in drawn.token_ids if each != scribe.end]
     plain = tokenizer.decode([each for each in ids if each < scribe.end]).strip()
     count = len(ids) + 1  # with the end, which counts whether it came or not
-    return _Text(ids, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
+    logprobs = [logprob for each, logprob in zip(drawn.token_ids, drawn.logprobs, strict=False) if each != scribe.end]
+    return _Text(ids, logprobs, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
 
 
 def _likelihood(text: _Text) -> float:
@@ -211,22 +232,55 @@ def _passages(
     ends_alone = are_times[-2:] == [False, True]
     offset, seconds = seek * HOP / RATE, size * HOP / RATE
     if ends:
-        cuts = [0, *ends, *([len(ids)] if ends_alone else [])]
-        parts = [ids[start:end] for start, end in pairwise(cuts)]
+        cuts = list(pairwise([0, *ends, *([len(ids)] if ends_alone else [])]))
+        parts = [ids[start:end] for start, end in cuts]
         spans = [((part[0] - first) * SECONDS, (part[-1] - first) * SECONDS) for part in parts]
         further = size if ends_alone else (ids[ends[-1] - 1] - first) * STEP
     else:
         times = [each for each in ids if each >= first]
         last = (times[-1] - first) * SECONDS if times and times[-1] != first else seconds
-        parts, spans, further = [ids], [(0.0, last)], size
+        cuts, parts, spans, further = [(0, len(ids))], [ids], [(0.0, last)], size
     made = (
         Passage(
             offset + start, offset + end, tokenizer.decode([each for each in part if each < scribe.end]), tuple(part), seek,
-            text.temperature, text.mean_logprob, text.squeezed, silent,
+            text.temperature, text.mean_logprob, text.squeezed, silent, tuple(text.logprobs[slice(*cut)]),
         )
-        for part, (start, end) in zip(parts, spans, strict=True)
+        for part, cut, (start, end) in zip(parts, cuts, spans, strict=True)
     )  # fmt: skip
     return [each for each in made if each.end > each.start and each.text.strip()], further
+
+
+def _with_words(
+    scribe: Scribe,
+    tokenizer: Tokenizer,
+    prompt: TokenIds,
+    rows: int,
+    found: list[Passage],
+    language: str | None,
+    wishes: Wishes,
+    until: float,
+) -> Generator[Step, Reply, list[Passage]]:
+    """prompt: up to where a text without times begins. rows: of the encoder, in which something is heard. until: when the last
+    passage before these was over. The windows go on as if nobody had asked."""
+    said = [_said(scribe, each) for each in found]
+    ids = [each for passage in said for each in passage.token_ids]
+    beside = len(prompt) - prompt.images[0].end
+    asked = prompt + ids[: scribe.text_len - beside - 1] + [scribe.end]
+    rows_of = yield Align(asked, Alignment(scribe.heads, beside - 1, rows), wishes.sampling.get("lora") or ())
+    assert rows_of is not None, "whoever drives this sends what was found"
+    begins = [SECONDS * cast(float, row) for row in rows_of]
+    times = spoken(tokenizer, said, begins, found[0].seek * HOP / RATE, _of_words(wishes, language), until)
+    return [each._replace(start=its.start, end=its.end, words=its.words) for each, its in zip(found, times, strict=True)]
+
+
+def _said(scribe: Scribe, passage: Passage) -> Said:
+    pairs = [(each, logprob) for each, logprob in zip(passage.token_ids, passage.logprobs, strict=True) if each < scribe.end]
+    return Said([each for each, _ in pairs], [_exp(logprob) for _, logprob in pairs], passage.start, passage.end)
+
+
+def _of_words(wishes: Wishes, language: str | None) -> str | None:
+    """The language that is written."""
+    return "en" if wishes.task == "translate" else language
 
 
 def joined(texts: Sequence[str]) -> str:
