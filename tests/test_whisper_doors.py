@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 from collections.abc import Iterator
 from pathlib import Path
@@ -11,7 +12,7 @@ import pytest
 
 from hearing import WORDS as CHAT_WORDS
 from hearing import hearing_model
-from listening import LANGUAGES, whisper_folder
+from listening import LANGUAGES, ROWS, TIMES, generation_config, whisper_folder
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
 from nanovllm_cli.cli import dictating
@@ -21,6 +22,7 @@ from nanovllm_cli.sounds.source import SOUND as MEDIUM
 from nanovllm_cli.text.dictation import Heard
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.transcripts import asks
+from nanovllm_cli.text.words import Word
 from nanovllm_cli.transcribing import Transcript
 from nanovllm_cli.weights import aliases
 from sounding import noise
@@ -31,23 +33,49 @@ from test_bad_checkpoints import doors as doors
 pytest.importorskip("transformers")
 SOUND = saved(noise(16_000 * 2, 3))
 ARGS = ("-t", "2", "--kv-cache", "20M", "-q")
-BRIEFLY = ("--temp", "0.2", "-n", "12")
+BRIEFLY = ("--temp", "0.2", "-n", "20")
 """A temperature that is told is the only one, and windows of a few words take no time."""
-SERVED: dict[str, Any] = {"temperature": 0.2, "extra_body": {"max_completion_tokens": 12}}
+SERVED: dict[str, Any] = {"temperature": 0.2, "extra_body": {"max_completion_tokens": 20}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model")
+    """Which writes letters and punctuation alone, and seldom times."""
+    others = [*generation_config()["suppress_tokens"], *range(32), *range(127, 256), *range(TIMES + 2, TIMES + ROWS - 4)]
+    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model", suppress_tokens=others)
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> Iterator[Transcript]:
-    """What the library makes of the sound, told its language."""
+def library(folder: Path) -> Iterator[tuple[Transcript, Transcript]]:
+    """What the library makes of the sound, told its language, without words and with them."""
     with LLM(folder, threads=2, num_blocks=64) as llm:
-        yield transcribe(llm, SOUND, Wishes("de", temperature=0.2, sampling={"max_tokens": 12}))
+        wishes = Wishes("de", temperature=0.2, sampling={"max_tokens": 20})
+        yield transcribe(llm, SOUND, wishes), transcribe(llm, SOUND, dataclasses.replace(wishes, words=True))
         with pytest.raises(UnsupportedError, match="writes down what is said, and embeds nothing"):
             llm.embed("hello")
+
+
+@pytest.fixture(scope="module")
+def told(library: tuple[Transcript, Transcript]) -> Transcript:
+    return library[0]
+
+
+@pytest.fixture(scope="module")
+def words(library: tuple[Transcript, Transcript]) -> list[Word]:
+    return [word for each in library[1].passages for word in each.words]
+
+
+def test_words_are_those_of_the_text(told: Transcript, library: tuple[Transcript, Transcript], words: list[Word]) -> None:
+    """Asking for them changes no token; each is said behind the one before, within the sound."""
+    with_words = library[1]
+    assert [each.token_ids for each in with_words.passages] == [each.token_ids for each in told.passages]
+    assert "".join(each.text for each in words) == "".join(each.text for each in with_words.passages)
+    assert len(words) > len(with_words.passages)
+    for passage in with_words.passages:
+        starts, ends = [each.start for each in passage.words], [each.end for each in passage.words]
+        assert (starts, ends) == (sorted(starts), sorted(ends))
+        assert all(0 <= each.start <= each.end <= 3 and 0 < each.probability <= 1 for each in passage.words)
+    assert not any(each.words for each in told.passages)
 
 
 @pytest.fixture
@@ -79,9 +107,52 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     assert record["answers"][0]["text"].strip() == told.text
 
 
+def test_run_tells_times_of_words(folder: Path, words: list[Word], library: Any, sound: str, doors: Doors) -> None:
+    more = "--language", "de", *BRIEFLY, *ARGS
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--json", "--word-times", *more)
+    answer = json.loads(out)["answers"][0]
+    assert code == 0
+    assert [each["text"] for each in answer["segments"]] == [each.text for each in library[1].passages]
+    found = [(each["word"], each["start"], each["end"]) for segment in answer["segments"] for each in segment["words"]]
+    assert found == [(each.text, each.start, each.end) for each in words]
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--jsonl", "--word-times", *more)
+    *events, end = map(json.loads, out.splitlines())
+    assert [segment for event in events for segment in event.get("segments", ())] == answer["segments"]
+    assert "segments" not in end["answers"][0]
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--subtitles", "srt", "--max-words", "1", *more)
+    assert (code, out.count(" --> ")) == (0, len(words))
+    for width, count in (("1", len(words)), ("100", len(library[1].passages))):
+        code, out, _ = doors.command("run", str(folder), "--audio", sound, "--subtitles", "vtt", "-ml", width, *more)
+        assert (code, out.count(" --> ")) == (0, count)
+
+
+def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wishes] = []
+
+    def passages_of(llm: Any, sound: Any, wishes: Wishes, told: Any) -> Iterator[Any]:
+        asked.append(wishes)
+        return iter([Heard("de", 2.0)])
+
+    monkeypatch.setattr(dictating, "passages_of", passages_of)
+    own = (
+        "-tpi", "0.5", "-bo", "2", "--compression-ratio-threshold", "none", "-lpt", "-0.7", "-nth", "0.9",
+        "--no-condition-on-previous-text", "--carry-initial-prompt",
+    )  # fmt: skip
+    for words in ((), own):
+        code, _, err = doors.command("run", str(folder), "--audio", sound, *words, *ARGS, "Ada")
+        assert code == 0, err
+    assert asked[0] == Wishes(prompt="Ada")
+    assert asked[1] == Wishes(prompt="Ada", rise=0.5, tries=2, most_squeezed=None, least_likely=-0.7, silent=0.9,
+                              conditioned=False, carried=True)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
+        (("--audio", "SOUND", "--max-words", "3"), "--subtitles"), (("--audio", "SOUND", "-ml", "0", "--subtitles", "srt"), "1 or more"),
+        (("--audio", "SOUND", "--word-times"), "--json"), (("--audio", "SOUND", "-bo", "0"), "1 to 64"),
+        (("--audio", "SOUND", "-tpi", "-1"), "rise by"), (("--audio", "SOUND", "-lpt", "much"), "number, or none"),
+        (("--audio", "SOUND", "-lpt", "nan"), "number, or none"), (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
         (("hello",), "writes down what is said in one sound"),
         (("--audio", "SOUND", "--audio", "SOUND"), "one sound, and this is about 2"),
         (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
@@ -107,8 +178,9 @@ def test_a_language_is_told_to_models_that_chat_as_well(tmp_path: Path, sound: s
         assert asked.begins[-1] == llm.tokenizer.token_to_id("<asr_text>")
         (output,) = llm.generate(llm.encode_chat(asked.messages) + asked.begins, SamplingParams(temperature=0.0, max_tokens=9))
     assert (code, out.rstrip("\n")) == (0, output.outputs[0].text.rstrip("\n"))
-    code, _, err = doors.command("run", str(model), "--audio", sound, "--subtitles", "srt", *more)
-    assert (code, "is for Whispers" in err) == (2, True)
+    for words in (("--subtitles", "srt"), ("--best-of", "3"), ("--word-times", "--json"), ("--no-condition-on-previous-text",)):
+        code, _, err = doors.command("run", str(model), "--audio", sound, *words, *more)
+        assert (code, "is for Whispers" in err) == (2, True)
 
 
 def test_other_models_take_no_subtitles(sound: str, doors: Doors) -> None:
@@ -161,7 +233,7 @@ def client(live: LiveServer) -> Any:
     return pytest.importorskip("openai").OpenAI(base_url=live.base_url, api_key="none")
 
 
-def test_openais_client_gets_every_form(client: Any, told: Transcript) -> None:
+def test_openais_client_gets_every_form(client: Any, told: Transcript, words: list[Word]) -> None:
     asked: dict[str, Any] = {"model": "whisper", "file": ("talk.wav", SOUND), "language": "de", **SERVED}
     create = client.audio.transcriptions.create
     import openai
@@ -178,6 +250,11 @@ def test_openais_client_gets_every_form(client: Any, told: Transcript) -> None:
     assert [each.start for each in verbose.segments] == pytest.approx([each.start for each in told.passages], abs=1e-3)
     assert [each.avg_logprob for each in verbose.segments] == pytest.approx([each.mean_logprob for each in told.passages])
     assert verbose.usage.seconds == 2
+    for kinds in (["word"], ["word", "segment"]):
+        spoken = create(**asked, response_format="verbose_json", timestamp_granularities=kinds)
+        assert [(each.word, each.start, each.end) for each in spoken.words] == [(w.text.strip(), w.start, w.end) for w in words]
+        assert (spoken.segments is None, spoken.text) == ("segment" not in kinds, told.text)
+    assert verbose.words is None
     heard = create(**asked | {"language": openai.omit, "temperature": 0.4}, response_format="verbose_json")
     assert heard.language in ("english", "german", "french")
     assert {each.temperature for each in heard.segments} <= {0.4}
@@ -206,8 +283,8 @@ def test_what_a_server_refuses(client: Any) -> None:
     create = client.audio.transcriptions.create
     for more, said in (
         ({"language": "klingon"}, "does not know the language"), ({"response_format": "diarized_json"}, "speakers"),
-        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "times of words"),
-        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"response_format": "srt", "stream": True}, "not streamed"),
+        ({"response_format": "verbose_json", "timestamp_granularities": ["letter"]}, "timestamp_granularities"),
+        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"timestamp_granularities": ["word"]}, "verbose_json"), ({"response_format": "srt", "stream": True}, "not streamed"),
         ({"file": ("talk.wav", b"text")}, "no sound of a kind"), ({"temperature": 999}, "at most 100"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=said):
