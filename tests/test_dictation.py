@@ -135,8 +135,9 @@ def test_log_probabilities_are_of_what_rules_leave(*, timed: bool, llm: LLM) -> 
         sound = sound_of(0.9, seed)
         own: dict[str, Any] = {**PLAIN, "temperature": temperature, "tries": 1, "sampling": {"max_tokens": 20}}
         found: list[Any] = []
-        list(passages_of(llm, sound, Wishes("en", timed=timed, **own), lambda output: found.append(output.outputs[0])))
-        drawn = [*found[-1].token_ids]
+        list(passages_of(llm, sound, Wishes("en", timed=timed, **own), found.append))
+        answer = found[-1].outputs[0]
+        drawn = [*answer.token_ids]
         begins = [START, EN, TRANSCRIBE, *([] if timed else [UNTIMED])]
         with torch.inference_mode():
             text = torch.tensor([[*begins, *drawn]])
@@ -147,7 +148,7 @@ def test_log_probabilities_are_of_what_rules_leave(*, timed: bool, llm: LLM) -> 
             row = logits[len(begins) - 1 + i]
             left = torch.tensor(sorted(left_by_transformers(drawn[:i], row, timed=timed, rules=rules)))
             expected.append((row[token].double() - row[left].double().logsumexp(0)).item())
-        mine = [each.logprob for each in found[-1].logprobs]
+        mine = [each.logprob for each in answer.logprobs]
         assert mine == pytest.approx(expected, abs=1e-4)
         assert sum(mine) > sum(logits.log_softmax(-1)[len(begins) - 1 + i, token].item() for i, token in enumerate(drawn)) + 0.1
 

@@ -17,9 +17,9 @@ from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
 from nanovllm_cli.cli import dictating
 from nanovllm_cli.cli.question import Question, TranscriptWishes
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import RequestError, UnsupportedError
 from nanovllm_cli.sounds.source import SOUND as MEDIUM
-from nanovllm_cli.text.dictation import Heard
+from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.transcripts import asks
 from nanovllm_cli.text.words import Word
@@ -126,6 +126,49 @@ def test_run_tells_times_of_words(folder: Path, words: list[Word], library: Any,
         assert (code, out.count(" --> ")) == (0, count)
 
 
+def test_several_sounds_are_answers(folder: Path, told: Transcript, sound: str, doors: Doors, tmp_path: Path) -> None:
+    other = tmp_path / "other.wav"
+    other.write_bytes(saved(noise(16_000, 5)))
+    more = "--language", "de", *BRIEFLY, *ARGS
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--audio", str(other), "--json", *more)
+    first, second = json.loads(out)["answers"]
+    assert (code, first["index"], second["index"]) == (0, 0, 1)
+    assert first["text"].strip() == told.text
+    code, alone, _ = doors.command("run", str(folder), "--audio", str(other), "--json", *more)
+    (answer,) = json.loads(alone)["answers"]
+    assert {**answer, "index": 1} == second
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--audio", str(other), *more)
+    assert (code, out) == (0, f"{told.text}\n---\n{answer['text'].strip()}\n")
+
+
+@pytest.mark.parametrize("form", ["text", "json", "srt", "file"])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RequestError("the transcript failed")])
+def test_what_was_heard_is_kept_where_it_is_broken_off(
+    form: str, failure: BaseException, folder: Path, sound: str, doors: Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passages_of(*_: Any) -> Iterator[Any]:
+        yield Heard("de", 60.0)
+        yield [Passage(0.0, 2.0, " Good morning.", (), 0, 0.0, -0.1, 1.0, 0.1)]
+        raise failure
+
+    monkeypatch.setattr(dictating, "passages_of", passages_of)
+    path = tmp_path / "talk.srt"
+    path.write_text("before")
+    as_srt = "--subtitles", "srt"
+    words = {"text": (), "json": ("--json",), "srt": as_srt, "file": (*as_srt, "-o", str(path))}[form]
+    code, out, err = doors.command("run", str(folder), "--audio", sound, *words, *ARGS[:-1])
+    subtitle = "1\n00:00:00,000 --> 00:00:02,000\nGood morning.\n\n"
+    assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
+    if form == "json":
+        (answer,) = json.loads(out)["answers"]
+        assert (answer["text"], answer["finish_reason"]) == ("Good morning.", "interrupted")
+    else:
+        assert out == {"text": "Good morning.\n", "srt": subtitle, "file": ""}[form]
+    if form == "file":
+        assert (path.read_text(), (tmp_path / "talk.srt.partial").read_text()) == ("before", subtitle)
+        assert "talk.srt.partial" in err
+
+
 def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Wishes] = []
 
@@ -153,9 +196,11 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
         (("--audio", "SOUND", "--word-times"), "--json"), (("--audio", "SOUND", "-bo", "0"), "1 to 64"),
         (("--audio", "SOUND", "-tpi", "-1"), "rise by"), (("--audio", "SOUND", "-lpt", "much"), "number, or none"),
         (("--audio", "SOUND", "-lpt", "nan"), "number, or none"), (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
-        (("hello",), "writes down what is said in one sound"),
-        (("--audio", "SOUND", "--audio", "SOUND"), "one sound, and this is about 2"),
+        (("hello",), "writes down what is said in a sound"),
+        (("--audio", "SOUND", "--audio", "SOUND", "--subtitles", "srt"), "of one sound, and this is about 2"),
         (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
+        (("--audio", "SOUND", "--language", "it"), "does not know the language 'it'"),
+        (("--audio", "SOUND", "--language", "germn"), "german (de)"), (("--audio", "SOUND", "--video", "FILM"), "looks at no"),
         (("--audio", "SOUND", "--num-answers", "2"), "--num-answers has no meaning for a transcript"),
         (("--audio", "SOUND", "--continue", "--translate"), "cannot be used together"),
         (("--audio", "SOUND", "--subtitles", "ass"), "srt"),
@@ -163,7 +208,9 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
     ],
 )  # fmt: skip
 def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:
-    code, out, err = doors.command("run", str(folder), *(sound if each == "SOUND" else each for each in words), *ARGS)
+    (film := Path(sound).with_name("film.avi")).write_bytes(b"RIFF\0\0\0\0AVI " + bytes(100))
+    named = {"SOUND": sound, "FILM": str(film)}
+    code, out, err = doors.command("run", str(folder), *(named.get(each, each) for each in words), *ARGS)
     assert (code, out) == (2, ""), err
     assert said in err
 

@@ -53,12 +53,13 @@ class TranscriptWishes(NamedTuple):
 @dataclass(frozen=True, slots=True)
 class Question:
     """messages: a conversation whose last message is to be answered, or is an answer to go on with. None: plain `text`, to be
-    gone on with as it is; or, with sounds, as data URLs, these are to be written down, and text is what may come up in them.
+    gone on with as it is; or, with sounds, as files' bytes or data URLs, these are to be written down, and text is what may come
+    up in them.
     begins: ids that the answer is given to begin with."""
 
     messages: Sequence[Message] | None = None
     text: str = ""
-    sounds: Sequence[str] = ()
+    sounds: Sequence[str | bytes] = ()
     wishes: TranscriptWishes = TranscriptWishes()
     begins: Sequence[int] = ()
 
@@ -84,9 +85,9 @@ def said(text: str, images: Sequence[str] = ()) -> Message:
     return {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
 
 
-def kind_of(url: str) -> str:
-    """Of a data URL: IMAGES, SOUNDS or VIDEOS."""
-    return SOUNDS if url.startswith(SOUND) else VIDEOS if url.startswith(VIDEO) else IMAGES
+def kind_of(url: str | bytes) -> str:
+    """Of a data URL: IMAGES, SOUNDS or VIDEOS. Bytes are a sound's."""
+    return SOUNDS if isinstance(url, bytes) or url.startswith(SOUND) else VIDEOS if url.startswith(VIDEO) else IMAGES
 
 
 def _part(url: str) -> dict[str, Any]:

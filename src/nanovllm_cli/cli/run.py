@@ -182,10 +182,10 @@ def _run_one(
 ) -> None:
     last = asked.last
     seen, heard, watched = prompt.image or [], prompt.audio or [], prompt.video or []
-    images = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
+    files = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
     is_taken = inputs.STANDARD_INPUT in (*seen, *heard, *watched)
     text = inputs.assemble(asked.words, prompt.file or [], screen, reads_stdin=not is_taken)
-    if not text and not images and last is None:
+    if not text and not files and last is None:
         taken = f": {asked.model_word!r} is taken for the model" if " " in (asked.model_word or "") else ""
         raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
@@ -193,12 +193,17 @@ def _run_one(
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
-        if answerer.dictates or wishes != TranscriptWishes():
-            question = answerer.asked_for_words(Question(text=text, sounds=images, wishes=wishes))
+        if answerer.dictates:
+            question = Question(text=text, sounds=[each.data if each.is_sound else each.url for each in files], wishes=wishes)
+        elif wishes != TranscriptWishes():
+            question = answerer.asked_for_words(Question(text=text, sounds=[each.url for each in files], wishes=wishes))
         elif last is not None:
+            images = [each.url for each in files]
             question = continued(last, text, chats=answerer.chats, system=asked.system, images=images)
         else:
+            images = [each.url for each in files]
             question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
+        files.clear()  # which may be gigabytes
         screen.status("reading the prompt")
         _answer(answerer, question, asked.given, output, screen, file)
 
@@ -274,6 +279,10 @@ def _answer(
                 signals.check()
                 status.show(answering)
                 printer.step(pieces)
+    except BaseException:
+        if answerer.dictates and not answering.finished:
+            _keep_heard(answering, printer, screen, file)
+        raise
     finally:
         if not answering.finished:
             printer.cut(answering.flush())
@@ -302,6 +311,17 @@ def _answer(
     logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
     if shows:
         screen.line(statistics.line(), "dim")
+
+
+def _keep_heard(answering: Answering, printer: answers.Printer, screen: Console, file: WholeFile | None) -> None:
+    """Of a transcript that is broken off, which may have taken an hour."""
+    for answer in answering.result.answers:
+        answer.finish_reason = answer.finish_reason or "interrupted"
+    if not any(answer.content for answer in answering.result.answers):
+        return
+    printer.finish(answering.result, answering.statistics(time.monotonic()))
+    if file is not None and (kept := file.keep()) is not None:
+        screen.say(f"what was heard so far is in {kept}")
 
 
 def _is_hidden(found: Sequence[Answer], options: OutputOptions, screen: Console) -> bool:

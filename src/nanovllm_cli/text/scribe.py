@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanovllm_cli.constraint import TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import Sound, TokenIds
+
+if TYPE_CHECKING:
+    from nanovllm_cli.text.tokenizer import Tokenizer
 
 Task = Literal["transcribe", "translate"]
 SECONDS = 0.02
