@@ -172,7 +172,7 @@ def test_what_was_heard_is_kept_where_it_is_broken_off(
 def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Wishes] = []
 
-    def passages_of(llm: Any, sound: Any, wishes: Wishes, told: Any) -> Iterator[Any]:
+    def passages_of(llm: Any, sound: Any, wishes: Wishes, *_: Any) -> Iterator[Any]:
         asked.append(wishes)
         return iter([Heard("de", 2.0)])
 
@@ -192,11 +192,13 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("--audio", "SOUND", "--max-words", "3"), "--subtitles"), (("--audio", "SOUND", "-ml", "0", "--subtitles", "srt"), "1 or more"),
+        (("--audio", "SOUND", "--max-words", "3"), "--subtitles"),
+        (("--audio", "SOUND", "-ml", "0", "--subtitles", "srt"), "1 or more"),
         (("--audio", "SOUND", "--word-times"), "--json"), (("--audio", "SOUND", "-bo", "0"), "1 to 64"),
         (("--audio", "SOUND", "-tpi", "-1"), "rise by"), (("--audio", "SOUND", "-lpt", "much"), "number, or none"),
-        (("--audio", "SOUND", "-lpt", "nan"), "number, or none"), (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
-        (("hello",), "writes down what is said in a sound"),
+        (("--audio", "SOUND", "-lpt", "nan"), "number, or none"),
+        (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
+        (("--audio", "BROKEN"), "broken.wav is damaged"), (("hello",), "writes down what is said in a sound"),
         (("--audio", "SOUND", "--audio", "SOUND", "--subtitles", "srt"), "of one sound, and this is about 2"),
         (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
         (("--audio", "SOUND", "--language", "it"), "does not know the language 'it'"),
@@ -209,7 +211,8 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
 )  # fmt: skip
 def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:
     (film := Path(sound).with_name("film.avi")).write_bytes(b"RIFF\0\0\0\0AVI " + bytes(100))
-    named = {"SOUND": sound, "FILM": str(film)}
+    (broken := film.with_name("broken.wav")).write_bytes(SOUND[:12])
+    named = {"SOUND": sound, "FILM": str(film), "BROKEN": str(broken)}
     code, out, err = doors.command("run", str(folder), *(named.get(each, each) for each in words), *ARGS)
     assert (code, out) == (2, ""), err
     assert said in err
@@ -331,7 +334,8 @@ def test_what_a_server_refuses(client: Any) -> None:
     for more, said in (
         ({"language": "klingon"}, "does not know the language"), ({"response_format": "diarized_json"}, "speakers"),
         ({"response_format": "verbose_json", "timestamp_granularities": ["letter"]}, "timestamp_granularities"),
-        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"timestamp_granularities": ["word"]}, "verbose_json"), ({"response_format": "srt", "stream": True}, "not streamed"),
+        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"timestamp_granularities": ["word"]}, "verbose_json"),
+        ({"response_format": "srt", "stream": True}, "not streamed"),
         ({"file": ("talk.wav", b"text")}, "no sound of a kind"), ({"temperature": 999}, "at most 100"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=said):

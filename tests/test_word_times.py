@@ -47,9 +47,8 @@ def spec(worker: Worker) -> HearingSpec:
 def attentions(seed: int, text: list[int]) -> list[np.ndarray]:
     """Of each layer [heads, T, R], by transformers, in float64."""
     with torch.inference_mode():
-        found = whisper()(
-            input_features=features(a_window(seed)), decoder_input_ids=torch.tensor([[*BEGINS, *text, END]]), output_attentions=True
-        )
+        ids = torch.tensor([[*BEGINS, *text, END]])
+        found = whisper()(input_features=features(a_window(seed)), decoder_input_ids=ids, output_attentions=True)
     return [each[0].double().numpy() for each in found.cross_attentions]
 
 

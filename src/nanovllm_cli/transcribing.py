@@ -40,9 +40,14 @@ def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Trans
 
 
 def passages_of(
-    llm: LLM, sound: bytes | str, wishes: Wishes, told: Callable[[RequestOutput], object] | None = None
+    llm: LLM,
+    sound: bytes | str,
+    wishes: Wishes,
+    told: Callable[[RequestOutput], object] | None = None,
+    where: str = "the sound",
 ) -> Iterator[Heard | list[Passage]]:
-    """What the sound is, then passages of each window. told: each answer's output, for who counts tokens.
+    """What the sound is, then passages of each window. told: each answer's output, for who counts tokens. where: what errors call
+    the sound.
 
     Raises UsageError for what is no sound, or an unknown language, UnsupportedError for a model that is no Whisper, or what it
     can't do, RequestError where the model fails.
@@ -50,7 +55,7 @@ def passages_of(
     scribe = scribe_for(llm)
     assert llm.hearing is not None
     wishes_of_a_model(llm, wishes)
-    way = dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound), wishes)
+    way = dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound, where), wishes)
     return driven(way, lambda ask: _aligned(llm, ask) if isinstance(ask, Align) else _answered(llm, ask, told))
 
 
@@ -84,11 +89,11 @@ def scribe_for(llm: LLM) -> Scribe:
     return scribe
 
 
-def clip_of(llm: LLM, sound: bytes | str) -> Clip:
+def clip_of(llm: LLM, sound: bytes | str, where: str) -> Clip:
     from nanovllm_cli.sounds.reading import read_sent, read_sound
 
     assert llm.hearing is not None
-    return read_sound(sound, llm.hearing, "the sound") if isinstance(sound, bytes) else read_sent(sound, llm.hearing, "the sound")
+    return read_sound(sound, llm.hearing, where) if isinstance(sound, bytes) else read_sent(sound, llm.hearing, where)
 
 
 def _aligned(llm: LLM, ask: Align) -> list[float]:

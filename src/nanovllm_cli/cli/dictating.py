@@ -44,7 +44,7 @@ class DictationAnswering(Answering):
         self._subtitles = question.wishes.subtitles
         self._count = 0
         self._wishes = _wishes(llm, question, given)
-        self._sounds, self._index = question.sounds, 0
+        self._sounds, self._names, self._index = question.sounds, question.names, 0
         self._steps = self._begun()
 
     @property
@@ -89,7 +89,8 @@ class DictationAnswering(Answering):
             close()
 
     def _begun(self) -> Iterator[Heard | list[Passage]]:
-        return passages_of(self._llm, self._sounds[self._index], self._wishes, self._heed)
+        where = self._names[self._index] if self._names else "the sound"
+        return passages_of(self._llm, self._sounds[self._index], self._wishes, self._heed, where)
 
     def _written(self, answer: Answer, passages: list[Passage]) -> str:
         begins = not answer.content

@@ -55,11 +55,12 @@ class Question:
     """messages: a conversation whose last message is to be answered, or is an answer to go on with. None: plain `text`, to be
     gone on with as it is; or, with sounds, as files' bytes or data URLs, these are to be written down, and text is what may come
     up in them.
-    begins: ids that the answer is given to begin with."""
+    names: of these files. begins: ids that the answer is given to begin with."""
 
     messages: Sequence[Message] | None = None
     text: str = ""
     sounds: Sequence[str | bytes] = ()
+    names: Sequence[str] = ()
     wishes: TranscriptWishes = TranscriptWishes()
     begins: Sequence[int] = ()
 

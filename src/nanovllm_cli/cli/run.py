@@ -194,7 +194,8 @@ def _run_one(
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
         if answerer.dictates:
-            question = Question(text=text, sounds=[each.data if each.is_sound else each.url for each in files], wishes=wishes)
+            sounds, names = [each.data if each.is_sound else each.url for each in files], [each.name for each in files]
+            question = Question(text=text, sounds=sounds, names=names, wishes=wishes)
         elif wishes != TranscriptWishes():
             question = answerer.asked_for_words(Question(text=text, sounds=[each.url for each in files], wishes=wishes))
         elif last is not None:
