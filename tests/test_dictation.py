@@ -294,11 +294,11 @@ def test_a_bad_text_is_drawn_again(dictated: Any) -> None:
 def test_of_several_texts_the_likeliest_counts(dictated: Any) -> None:
     """Five side by side at each temperature above 0, as OpenAI's command line and whisper.cpp have them."""
     repeats = list(b" ha" * 40)
-    texts = (([*b" a"], -0.9), ([*b" be"], -0.5), ([*b" c"], -0.7), (repeats, -0.8), ([*b" e"], -0.5))
+    texts = (([*b" a"], -0.9), ([*b" be"], -0.5), ([*b" c"], -0.45), (repeats, -0.8), ([*b" e"], -0.5))
     model = Model(repeats, texts)
     _, (passage,) = dictated(model, 0.9, language="en")
     assert [each.params.n for each in model.asked] == [1, 5]
-    assert passage.text == " be", "the sum with the end, divided by the tokens without: -0.5 * 4 / 3 and -0.5 * 3 / 2"
+    assert passage.text == " be", "the sum with the end, divided by the tokens without: -0.5 * 4 / 3, and -0.45 * 3 / 2"
     assert passage.mean_logprob == pytest.approx(-0.5)
     model = Model(repeats, texts[:2])
     assert dictated(model, 0.9, language="en", tries=2)[1][0].text == " be"

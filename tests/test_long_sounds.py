@@ -14,7 +14,7 @@ import pytest
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import RATE
 from nanovllm_cli.sounds import decoding, reading
-from nanovllm_cli.sounds.reading import read_sound, samples_of
+from nanovllm_cli.sounds.reading import read_if_short, read_sound, samples_of
 from nanovllm_cli.sounds.spectrogram import log_mel, streamed_log_mel
 from sounding import noise, tone
 from sounding import wav as saved
@@ -41,6 +41,10 @@ def test_a_dictated_sound_may_be_longer(monkeypatch: pytest.MonkeyPatch) -> None
     assert (sound.frames, sound.heard) == (300, 300)
     with pytest.raises(UsageError, match="longer than"):
         read_sound(saved(noise(3 * RATE + 1)), whisper, "it")
+    assert read_if_short(saved(noise(RATE + 1)), whisper, "it") is None
+    assert read_if_short(saved(noise(RATE)), whisper, "it") == read_sound(saved(noise(RATE)), whisper, "it")
+    with pytest.raises(UsageError, match="no sound of a kind"):
+        read_if_short(b"hello", whisper, "it")
     with pytest.raises(UsageError, match="longer than"):
         read_sound(saved(noise(RATE + 1)), QWEN3, "it")
     with pytest.raises(UsageError, match="shorter than"):

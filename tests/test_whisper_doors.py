@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
@@ -18,6 +21,8 @@ from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
 from nanovllm_cli.cli import dictating
 from nanovllm_cli.cli.question import Question, TranscriptWishes
 from nanovllm_cli.errors import RequestError, UnsupportedError
+from nanovllm_cli.server import dictations
+from nanovllm_cli.sounds import reading
 from nanovllm_cli.sounds.source import SOUND as MEDIUM
 from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.subtitles import subtitles
@@ -29,6 +34,7 @@ from sounding import noise
 from sounding import wav as saved
 from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
+from test_sounds import QWEN3
 
 pytest.importorskip("transformers")
 SOUND = saved(noise(16_000 * 2, 3))
@@ -309,6 +315,43 @@ def test_openais_client_gets_every_form(client: Any, told: Transcript, words: li
     assert heard.language in ("english", "german", "french")
     assert {each.temperature for each in heard.segments} <= {0.4}
     assert len(LANGUAGES) == 3
+
+
+@pytest.mark.parametrize("seconds", [1, 2])
+def test_long_sounds_wait_for_each_other(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each has a spectrogram of hundreds of megabytes; short ones go by."""
+    hearing = dataclasses.replace(QWEN3, piece=100, leads=True)
+    under_way: list[int] = []
+    most = 0
+
+    def dictate(scribe: Any, hearing: Any, tokenizer: Any, clip: Any, wishes: Any) -> Iterator[Any]:
+        nonlocal most
+        under_way.append(1)
+        most = max(most, len(under_way))
+        for _ in range(3):
+            time.sleep(0.02)
+            yield [Passage(0.0, clip.seconds, " Hm.", (), 0, 0.0, 0.0, 1.0, None)]
+        under_way.pop()
+
+    monkeypatch.setattr(reading, "MAX_SECONDS", 1)
+    monkeypatch.setattr(dictations, "dictate", dictate)
+    monkeypatch.setattr(dictations, "_scribe", lambda model: None)
+    monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
+    model, data = SimpleNamespace(facts=SimpleNamespace(hearing=hearing), tokenizer=None), saved(noise(16_000 * seconds))
+
+    async def text(turns: dictations.Turns) -> str:
+        dictation = dictations.Dictation(
+            cast(Any, None), cast(Any, model), cast(Any, SimpleNamespace(file=data)), "transcribe", cast(Any, None), turns
+        )
+        await dictations.whole(dictation)
+        return dictation.text
+
+    async def together() -> list[str]:
+        turns = dictations.Turns()
+        return await asyncio.gather(*[text(turns) for _ in range(3)])
+
+    assert asyncio.run(together()) == ["Hm. Hm. Hm."] * 3
+    assert (most == 1) == (seconds > 1)
 
 
 def test_a_transcript_streams(client: Any, told: Transcript) -> None:

@@ -6,16 +6,17 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
-from nanovllm_cli.sounds.reading import read_sound
+from nanovllm_cli.sounds.reading import read_if_short, read_sound
 from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, dictate, joined
 from nanovllm_cli.text.dictation import Dictation as Dictating
 from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
@@ -28,9 +29,16 @@ TIMED = ("srt", "vtt", "verbose_json")
 """What has times."""
 
 
+class Turns:
+    """Of as many as may be under way, and of those among them whose spectrograms are so long that they are taken one by one."""
+
+    def __init__(self) -> None:
+        self.all, self.long = asyncio.Semaphore(MOST_AT_ONCE), asyncio.Semaphore(1)
+
+
 class Dictation:
     """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
-    turns: of as many as may be under way."""
+    """
 
     def __init__(
         self,
@@ -39,7 +47,7 @@ class Dictation:
         body: SoundRequest,
         task: Task,
         exchange: Exchange,
-        turns: asyncio.Semaphore,
+        turns: Turns,
     ) -> None:
         self._turns = turns
         self._context, self._model, self._exchange = context, model, exchange
@@ -87,16 +95,19 @@ class Dictation:
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The text, as it comes. Raises ApiError."""
-        async with self._turns, aclosing(self._pieces()) as pieces:
+        async with self._turns.all, AsyncExitStack() as held, aclosing(self._pieces(held)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _pieces(self) -> AsyncGenerator[str, None]:
+    async def _pieces(self, held: AsyncExitStack) -> AsyncGenerator[str, None]:
         body, hearing = self._body, self._model.facts.hearing
         assert hearing is not None
         try:
             wishes = _wishes(body, self._task, self._model)
-            clip: Clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
+            clip: Clip | None = await asyncio.to_thread(read_if_short, body.file, hearing, "file")
+            if clip is None:
+                await held.enter_async_context(self._turns.long)
+                clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
         except NanovllmError as error:
             raise ApiError.of(error, "file") from None
         body.file = b""  # nor need it wait for the end of the answer

@@ -47,15 +47,32 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
     Raises UsageError for what is no sound, is damaged, too short or too long, UnsupportedError for a kind that is not read.
     """
     if spec.leads:
-        with closing(_heard(data, where, None, MAX_DICTATED_SECONDS)) as blocks:
-            made = streamed_log_mel(_long_enough(blocks, where), spec.tower.num_bins, spec.piece * HOP)
-        return Clip((_whole(made),), made.num_heard / RATE)
+        return _dictated(data, spec, where, MAX_DICTATED_SECONDS)
     longest = spec.most * spec.piece * HOP / RATE if spec.most else None
     samples = samples_of(data, where, longest)
     pieces = cut(samples, spec)
     if longest is not None and len(pieces) > spec.most:
         raise _too_long(where, longest)
     return Clip(pieces, len(samples) / RATE)
+
+
+def read_if_short(data: bytes, spec: HearingSpec, where: str) -> Clip | None:
+    """The same of a model that goes through a sound window by window (`leads`); None where it is longer than MAX_SECONDS, and may
+    be read: for who can have few of these at once."""
+    try:
+        return _dictated(data, spec, where, MAX_SECONDS)
+    except _LongerError:
+        return None
+
+
+class _LongerError(UsageError):
+    """Than what was said."""
+
+
+def _dictated(data: bytes, spec: HearingSpec, where: str, most: int) -> Clip:
+    with closing(_heard(data, where, None, most)) as blocks:
+        made = streamed_log_mel(_long_enough(blocks, where), spec.tower.num_bins, spec.piece * HOP)
+    return Clip((_whole(made),), made.num_heard / RATE)
 
 
 def samples_of(data: bytes, where: str, longest: float | None = None) -> np.ndarray:
@@ -99,7 +116,7 @@ def _checked(
         if longest is not None and count > (longest + 1) * rate:
             raise _too_long(where, longest)
         if count > most * rate:
-            raise UsageError(f"{where} is longer than {most // 60} minutes", "cut it into pieces")
+            raise _LongerError(f"{where} is longer than {most // 60} minutes", "cut it into pieces")
         if count * channels > most * SAMPLES_A_SECOND:
             told = f"{where} has more than {most * SAMPLES_A_SECOND // 10**6} million samples, in {channels} channels"
             raise UsageError(told, "one channel at 16 kHz is what is heard")
