@@ -19,7 +19,7 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
-from nanovllm_cli.attention.encoded import EncodedRows, among, behind
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind, keys_in
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
@@ -206,7 +206,8 @@ class CpuAttention:
         return cpu.paged_attention(q, k, v, tiles, tables, spec.score_scale, 0, 0.0, None, both_ways=True)
 
     def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
-        return cpu.kept_keys(cache[0], blocks, head, spec.head_dim, self.dtype)
+        kept = cache[0][torch.tensor(blocks, dtype=torch.int64), head]
+        return keys_in(kept, cpu.cache_shapes(1, 1, spec.head_dim, self.dtype)[0][2:], is_coded=kept.dtype != self.dtype)
 
     def attend_latent(
         self,

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
@@ -61,3 +62,13 @@ def among(batch: Batch, count: int, lead: int, block_size: int) -> Batch:
     """The same as of sequences that have `count` tokens, in the whole blocks of their first `lead`, and see all of these."""
     lens, tables = torch.full_like(batch.kv_lens, count), batch.block_tables[:, : lead // block_size].contiguous()
     return replace(batch, kv_lens=lens, known_lens=lens, block_tables=tables)
+
+
+def keys_in(kept: torch.Tensor, shape: tuple[int, ...], *, is_coded: bool) -> torch.Tensor:
+    """What blocks of a CPU's cache have of one head, as `kernels/cpu_attention.py` lays it out -> its keys [n, D] float32. shape:
+    (D / e, S, e). is_coded: bytes, and behind those of a block a scale for each row."""
+    if not is_coded:
+        return kept.float().transpose(1, 2).flatten(0, 1).flatten(1)
+    size = math.prod(shape)
+    scales = kept.view(torch.uint8)[:, size:].contiguous().view(torch.float32).reshape(-1, 1)
+    return kept[:, :size].reshape(len(kept), *shape).float().transpose(1, 2).flatten(0, 1).flatten(1) * scales

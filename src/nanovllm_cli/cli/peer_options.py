@@ -91,7 +91,7 @@ OPTIONS = {
     "--word-times": ("--word-timestamps",),
     "--logprob-threshold": ("--logprob-thold",),
     "--no-speech-threshold": ("--no-speech-thold",),
-    "--temperature-inc": ("--temperature-increment-on-fallback",),
+    "--temp-inc": ("--temperature-inc", "--temperature-increment-on-fallback"),
 }  # fmt: skip
 """Ours, and what others call it."""
 

@@ -18,7 +18,7 @@ WORDS = {IMAGES: "image", SOUNDS: "sound", VIDEOS: "video"}
 LACKS = {IMAGES: "reads no images", SOUNDS: "hears nothing", VIDEOS: "reads no videos"}
 """What is said of a model that does not."""
 _OWN = {
-    "rise": "--temperature-inc", "tries": "--best-of", "most_squeezed": "--compression-ratio-threshold",
+    "rise": "--temp-inc", "tries": "--best-of", "most_squeezed": "--compression-ratio-threshold",
     "least_likely": "--logprob-threshold", "silent": "--no-speech-threshold",
     "conditioned": "--condition-on-previous-text", "carried": "--carry-initial-prompt",
 }  # fmt: skip

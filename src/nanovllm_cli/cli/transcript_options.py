@@ -46,7 +46,7 @@ class TranscriptOptions:
     )
     word_times: bool = _option("--word-times", help="When each word is said, in --json and --jsonl.", default=False)
     rise: float | None = _option(
-        "-tpi", "--temperature-inc",
+        "-tpi", "--temp-inc",
         help=f"By how much the temperature rises up to 1 while a text is not good; 0 tries once. [{RISE:g}, with --temp 0]",
         metavar="NUMBER",
     )

@@ -91,8 +91,7 @@ class Runner:
         if keeps:
             self.hidden = kept_rows(self.model.kept(found), owners)
         output = beside_draws(self.model, self.sampler, found, owners)
-        if times := self._aligner.times(plan.scheduled, inputs):
-            output = output._replace(pooled={**output.pooled, **times})
+        output = output._replace(pooled={**output.pooled, **self._aligner.times(plan.scheduled, inputs)})
         if not draws:
             return output
         drawn_from, draws = rows_of(draws)

@@ -15,7 +15,7 @@ import os
 import sys
 import threading
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import NamedTuple, Protocol
 
@@ -318,16 +318,6 @@ def cache_shapes(
         for shape, side in zip(shapes, kept or (dtype, dtype), strict=True)
     )
     return k, v
-
-
-def kept_keys(k_cache: torch.Tensor, blocks: Sequence[int], head: int, dim: int, dtype: torch.dtype) -> torch.Tensor:
-    """Keys of one head in these blocks of a cache: [len(blocks) * BLOCK, dim] float32. dtype: the compute type."""
-    kept = k_cache[torch.tensor(blocks, dtype=torch.int64), head]
-    scales = torch.ones(())
-    if k_cache.dtype != dtype:
-        codes, scales = kept[:, : dim * BLOCK], kept.view(torch.uint8)[:, dim * BLOCK :].contiguous().view(torch.float32)
-        kept, scales = codes.reshape(len(blocks), dim // _PAIRS[dtype], BLOCK, _PAIRS[dtype]), scales.reshape(-1, 1)
-    return kept.float().transpose(1, 2).reshape(-1, dim) * scales
 
 
 def _padded(dim: int) -> int:
