@@ -66,5 +66,5 @@ def language_of(given: str) -> str:
     word = given.strip().lower()
     code = _CODES.get(word) or word.replace("_", "-").partition("-")[0]
     if code not in LANGUAGES:
-        raise UsageError(f"no model of this kind knows the language {given[:40]!r}", nearest(word, LANGUAGES))
+        raise UsageError(f"no model here knows the language {given[:40]!r}", nearest(word, LANGUAGES))
     return code
