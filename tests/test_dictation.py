@@ -35,17 +35,18 @@ from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.sounds.reading import read_sound
 from nanovllm_cli.text import spoken
-from nanovllm_cli.text.dictation import FORGETS_ABOVE, TEMPERATURES, Answered, Ask, Heard, Passage, dictate
+from nanovllm_cli.text.dictation import FORGETS_ABOVE, Answered, Ask, Heard, Passage, dictate
 from nanovllm_cli.text.scribe import Scribe, scribe_of
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.transcribing import driven
+from nanovllm_cli.transcribing import driven, passages_of, scribe_for
 from nanovllm_cli.vision_spec import Sound
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.hearing import read_hearing
 from sounding import noise
 from sounding import wav as saved
 from test_llm import write_byte_tokenizer
+from test_whisper import by_transformers as left_by_transformers
 
 pytest.importorskip("transformers")
 PLAIN: dict[str, Any] = {"temperature": 0.0, "most_squeezed": None, "least_likely": None, "silent": None, "conditioned": False}
@@ -102,7 +103,7 @@ def test_a_spectrogram_is_that_of_transformers() -> None:
 def test_a_sound_is_gone_through_as_transformers_does(seconds: float, llm: LLM) -> None:
     """A window, and a longer sound, whose windows begin where passages end."""
     sound = sound_of(seconds, 4)
-    mine = transcribe(llm, sound, Wishes("en", timed=True, **PLAIN))
+    mine = transcribe(llm, sound, Wishes("en", timed=True, **PLAIN, sampling={"max_tokens": None}))
     theirs = by_transformers(features_of(llm, sound), language="en", return_timestamps=True, condition_on_prev_tokens=False)
     (segments,) = theirs["segments"]
     said = [each for each in segments if each["end"] > each["start"]
@@ -118,13 +119,38 @@ def test_a_sound_is_gone_through_as_transformers_does(seconds: float, llm: LLM) 
 
 def test_without_times_a_window_is_what_transformers_writes(llm: LLM) -> None:
     sound = sound_of(0.8)
-    mine = transcribe(llm, sound, Wishes("de", **PLAIN))
+    mine = transcribe(llm, sound, Wishes("de", **PLAIN, sampling={"max_tokens": None}))
     theirs = by_transformers(features_of(llm, sound), language="de", return_timestamps=False)
     (passage,) = mine.passages
     ids = theirs["sequences"][0].tolist() if isinstance(theirs, dict) else theirs[0].tolist()
     written = [each for each in ids if each < END]
     assert [each for each in passage.token_ids if each < END] == written
     assert (passage.start, passage.end, mine.seconds) == (0.0, 0.8, 0.8)
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_log_probabilities_are_of_what_rules_leave(*, timed: bool, llm: LLM) -> None:
+    """OpenAI's avg_logprob: of logits as its filters leave them, at temperature 1, the end included."""
+    for seed, temperature in ((4, 0.0), (5, 0.7)):
+        sound = sound_of(0.9, seed)
+        own: dict[str, Any] = {**PLAIN, "temperature": temperature, "tries": 1, "sampling": {"max_tokens": 20}}
+        found: list[Any] = []
+        list(passages_of(llm, sound, Wishes("en", timed=timed, **own), found.append))
+        answer = found[-1].outputs[0]
+        drawn = [*answer.token_ids]
+        begins = [START, EN, TRANSCRIBE, *([] if timed else [UNTIMED])]
+        with torch.inference_mode():
+            text = torch.tensor([[*begins, *drawn]])
+            logits = whisper()(input_features=features_of(llm, sound), decoder_input_ids=text).logits[0]
+        rules = scribe_for(llm).rules(timed=timed)
+        expected = []
+        for i, token in enumerate(drawn):
+            row = logits[len(begins) - 1 + i]
+            left = torch.tensor(sorted(left_by_transformers(drawn[:i], row, timed=timed, rules=rules)))
+            expected.append((row[token].double() - row[left].double().logsumexp(0)).item())
+        mine = [each.logprob for each in answer.logprobs]
+        assert mine == pytest.approx(expected, abs=1e-4)
+        assert sum(mine) > sum(logits.log_softmax(-1)[len(begins) - 1 + i, token].item() for i, token in enumerate(drawn)) + 0.1
 
 
 def test_a_language_is_heard_as_transformers_hears_it(llm: LLM) -> None:
@@ -164,24 +190,32 @@ def scribe(spec: HearingSpec, tokenizer: Tokenizer) -> Scribe:
     return found
 
 
+TEMPERATURES = (0.0, 0.2, 0.4, 0.6, 0.8, 1.0)
+"""As openai/whisper has them."""
+
+
 class Model:
-    """Answers texts by turns, [ids] or ([ids], log-probability of each). asked: windows, prompts and parameters."""
+    """Answers texts by turns, [ids] or ([ids], log-probability of each), or a tuple of such, one for each answer. asked: windows,
+    prompts and parameters."""
 
     def __init__(self, *texts: Any, silent: float = 0.1, language: int = DE) -> None:
-        self.texts = [each if isinstance(each, tuple) else (each, -0.1) for each in texts]
+        self.texts = list(texts)
         self.silent, self.language = silent, language
         self.asked: list[Ask] = []
 
-    def __call__(self, ask: Ask) -> Answered:
+    def __call__(self, ask: Ask) -> list[Answered]:
         allowed = ask.params.allowed_token_ids
         if allowed == (NOTHING,):
-            return Answered([NOTHING], [math.log(self.silent)])
+            return [Answered([NOTHING], [math.log(self.silent)])]
         if allowed is not None:
             assert set(allowed) == {EN, DE, FR}
-            return Answered([self.language], [-0.2])
+            return [Answered([self.language], [-0.2])]
         self.asked.append(ask)
-        ids, logprob = self.texts[min(len(self.asked), len(self.texts)) - 1]
-        return Answered(ids, [logprob] * (len(ids) + 1))
+        text = self.texts[min(len(self.asked), len(self.texts)) - 1]
+        several = text if isinstance(text, tuple) and not isinstance(text[1], float) else (text,) * ask.params.n
+        assert len(several) == ask.params.n
+        pairs = [each if isinstance(each, tuple) else (each, -0.1) for each in several]
+        return [Answered(ids, [logprob] * (len(ids) + 1)) for ids, logprob in pairs]
 
     @property
     def prompts(self) -> list[list[int]]:
@@ -243,6 +277,7 @@ def test_a_bad_text_is_drawn_again(dictated: Any) -> None:
     _, (passage,) = dictated(model, 0.9, language="en")
     assert (passage.text, passage.temperature) == (" Well.", TEMPERATURES[2])
     assert [each.params.temperature for each in model.asked] == list(TEMPERATURES[:3])
+    assert FORGETS_ABOVE == 0.5
     model = Model(repeats)
     _, (passage,) = dictated(model, 0.9, language="en")
     assert (passage.temperature, len(model.asked)) == (1.0, len(TEMPERATURES)), "the last one stays"
@@ -254,6 +289,98 @@ def test_a_bad_text_is_drawn_again(dictated: Any) -> None:
     dictated(hot, 1.9, language="en")
     assert hot.asked[5].params.temperature > FORGETS_ABOVE
     assert hot.prompts[-1] == [START, EN, TRANSCRIBE], "what was drawn so hot is not gone on from"
+
+
+def test_of_several_texts_the_likeliest_counts(dictated: Any) -> None:
+    """Five side by side at each temperature above 0, as OpenAI's command line and whisper.cpp have them."""
+    repeats = list(b" ha" * 40)
+    texts = (([*b" a"], -0.9), ([*b" be"], -0.5), ([*b" c"], -0.45), (repeats, -0.8), ([*b" e"], -0.5))
+    model = Model(repeats, texts)
+    _, (passage,) = dictated(model, 0.9, language="en")
+    assert [each.params.n for each in model.asked] == [1, 5]
+    assert passage.text == " be", "the sum with the end, divided by the tokens without: -0.5 * 4 / 3, and -0.45 * 3 / 2"
+    assert passage.mean_logprob == pytest.approx(-0.5)
+    model = Model(repeats, texts[:2])
+    assert dictated(model, 0.9, language="en", tries=2)[1][0].text == " be"
+    model = Model(repeats, [*b" x"])
+    dictated(model, 0.9, language="en", tries=1)
+    assert [each.params.n for each in model.asked] == [1, 1]
+    nothing = Model(repeats, (([], -0.1), ([*b" x"], math.nan)))
+    assert dictated(nothing, 0.9, language="en", tries=2)[1] == [], "a text without a token has a likelihood as well"
+
+
+@pytest.mark.parametrize(
+    ("wishes", "temperatures"),
+    [
+        ({}, TEMPERATURES), ({"temperature": 0.0}, (0.0,)), ({"temperature": 0.3}, (0.3,)), ({"rise": 0}, (0.0,)),
+        ({"rise": 0.5}, (0.0, 0.5, 1.0)), ({"temperature": 0.3, "rise": 0.2}, (0.3, 0.5, 0.7, 0.9)),
+        ({"temperature": 0.9, "rise": 0.2}, (0.9,)), ({"temperature": 1.5, "rise": 0.2}, (1.5,)), ({"rise": 3}, (0.0,)),
+    ],
+)  # fmt: skip
+def test_temperatures_rise_as_openais(wishes: dict[str, Any], temperatures: tuple[float, ...]) -> None:
+    """numpy.arange(temperature, 1.0 + 1e-6, increment), of its command line; a temperature alone is the only one."""
+    assert Wishes(**wishes).temperatures == temperatures
+    if wishes.get("temperature", 0.0) <= 1 and (rise := wishes.get("rise", 0.2 if not wishes else 0)):
+        by_numpy = np.arange(wishes.get("temperature", 0.0), 1.0 + 1e-6, rise)
+        assert temperatures == pytest.approx(by_numpy.tolist())
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": "hot"}, {"temperature": True}, {"rise": -0.2},
+        {"rise": 0.001}, {"rise": math.inf}, {"tries": 0}, {"tries": 65}, {"tries": 2.0}, {"tries": True},
+        {"most_squeezed": math.inf}, {"least_likely": "x"}, {"silent": math.nan},
+    ],
+)  # fmt: skip
+def test_wishes_without_a_meaning_are_refused(wrong: dict[str, Any]) -> None:
+    with pytest.raises(UsageError) as caught:
+        Wishes(**wrong)
+    assert len(caught.value.message) < 100
+
+
+@pytest.mark.parametrize(
+    ("wishes", "silent", "logprob", "tries", "found"),
+    [  # of decode_with_fallback, and of the check for silence behind it, in openai/whisper's transcribe.py
+        ({}, 0.1, -0.5, 1, True), ({}, 0.1, -2.0, 6, True), ({}, 0.9, -2.0, 1, False), ({}, 0.9, -0.5, 1, True),
+        ({}, 0.9, -1.0, 1, False), ({}, 0.1, -1.0, 1, True), ({}, 0.6, -2.0, 6, True),
+        ({"least_likely": None}, 0.9, -2.0, 1, False), ({"least_likely": None}, 0.1, -9.0, 1, True),
+        ({"silent": None}, 0.9, -2.0, 6, True), ({"silent": None, "least_likely": None}, 0.9, -9.0, 1, True),
+    ],
+)  # fmt: skip
+def test_a_window_is_tried_again_or_left_out_as_openai_does(
+    wishes: dict[str, Any], silent: float, logprob: float, tries: int, *, found: bool, dictated: Any
+) -> None:
+    model = Model(([*b" Yes."], logprob), silent=silent)
+    _, passages = dictated(model, 0.9, language="en", **wishes)
+    assert (len(model.asked), bool(passages)) == (tries, found)
+
+
+def test_most_tokens_of_a_window_are_half_of_a_text(dictated: Any) -> None:
+    """OpenAI's sample_len: n_text_ctx // 2."""
+    model = Model([*b" x"])
+    dictated(model, 0.9, language="en")
+    dictated(model, 0.9, language="en", sampling={"max_tokens": 5})
+    assert [each.params.max_tokens for each in model.asked] == [TEXT_LEN // 2, 5]
+
+
+def test_a_prompt_may_be_carried_along(dictated: Any) -> None:
+    """OpenAI's carry_initial_prompt: it stands in front of each window, whatever else does."""
+    one, two, begins = timed((0, " one", 50)), timed((0, " two", 50)), [START, EN, TRANSCRIBE]
+    said, room = list(b" Ada"), TEXT_LEN // 2 - 1
+    model = Model(one, two)
+    dictated(model, 1.9, language="en", prompt="Ada", carried=True)
+    assert model.prompts == [[PREVIOUS, *said, *begins], [PREVIOUS, *said, *one, *begins]]
+    model = Model(one, two)
+    dictated(model, 1.9, language="en", prompt="Ada", carried=True, conditioned=False)
+    assert model.prompts == [[PREVIOUS, *said, *begins]] * 2
+    long = timed((0, "x" * 60, 50))
+    model = Model(long, two)
+    dictated(model, 1.9, language="en", prompt="Ada", carried=True, most_squeezed=None)
+    assert model.prompts[1] == [PREVIOUS, *said, *long[-(room - len(said)) :], *begins]
+    model = Model(one, two)
+    dictated(model, 1.9, language="en", prompt="A" * 100, carried=True)
+    assert model.prompts[1] == [PREVIOUS, *b"A" * room, *begins], "there is room for nothing else"
 
 
 def test_silence_is_left_out(dictated: Any) -> None:

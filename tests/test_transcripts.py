@@ -361,7 +361,7 @@ def test_what_cannot_be_transcribed_is_told(server: Server, tokenizer: Tokenizer
         ((FILE, ("response_format", b"verbose_json")), "has times", "response_format"),
         ((FILE, ("response_format", b"diarized_json")), "has speakers", "response_format"),
         ((FILE, ("response_format", b"yaml")), "'json', 'text'", "response_format"),
-        ((FILE, ("timestamp_granularities[]", b"word")), "not supported", "timestamp_granularities"),
+        ((FILE, ("timestamp_granularities[]", b"word")), "verbose_json", "timestamp_granularities"),
         ((FILE, ("timestamp_granularities[]", b"segment")), "verbose_json", "timestamp_granularities"),
         ((FILE, ("languages[]", b"en"), ("languages[]", b"de")), "not supported", "languages"),
         ((FILE, ("keywords[]", b"Ljubljana")), "keywords is not supported", "keywords"),

@@ -2,52 +2,86 @@
 
 from __future__ import annotations
 
+import asyncio
+import dataclasses
 import json
+import time
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any, cast
 
 import pytest
 
 from hearing import WORDS as CHAT_WORDS
 from hearing import hearing_model
-from listening import LANGUAGES, whisper_folder
+from listening import LANGUAGES, ROWS, TIMES, generation_config, whisper_folder
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams, Wishes, transcribe
 from nanovllm_cli.cli import dictating
 from nanovllm_cli.cli.question import Question, TranscriptWishes
-from nanovllm_cli.errors import UnsupportedError
+from nanovllm_cli.errors import RequestError, UnsupportedError
+from nanovllm_cli.server import dictations
+from nanovllm_cli.sounds import reading
 from nanovllm_cli.sounds.source import SOUND as MEDIUM
-from nanovllm_cli.text.dictation import Heard
+from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.transcripts import asks
+from nanovllm_cli.text.words import Word
 from nanovllm_cli.transcribing import Transcript
 from nanovllm_cli.weights import aliases
 from sounding import noise
 from sounding import wav as saved
 from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
+from test_sounds import QWEN3
 
 pytest.importorskip("transformers")
 SOUND = saved(noise(16_000 * 2, 3))
 ARGS = ("-t", "2", "--kv-cache", "20M", "-q")
-BRIEFLY = ("--temp", "0.2", "-n", "12")
+BRIEFLY = ("--temp", "0.2", "-n", "20")
 """A temperature that is told is the only one, and windows of a few words take no time."""
-SERVED: dict[str, Any] = {"temperature": 0.2, "extra_body": {"max_completion_tokens": 12}}
+SERVED: dict[str, Any] = {"temperature": 0.2, "extra_body": {"max_completion_tokens": 20}}
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model")
+    """Which writes letters and punctuation alone, and seldom times."""
+    others = [*generation_config()["suppress_tokens"], *range(32), *range(127, 256), *range(TIMES + 2, TIMES + ROWS - 4)]
+    return whisper_folder(tmp_path_factory.mktemp("whisper") / "model", suppress_tokens=others)
 
 
 @pytest.fixture(scope="module")
-def told(folder: Path) -> Iterator[Transcript]:
-    """What the library makes of the sound, told its language."""
+def library(folder: Path) -> Iterator[tuple[Transcript, Transcript]]:
+    """What the library makes of the sound, told its language, without words and with them."""
     with LLM(folder, threads=2, num_blocks=64) as llm:
-        yield transcribe(llm, SOUND, Wishes("de", temperature=0.2, sampling={"max_tokens": 12}))
+        wishes = Wishes("de", temperature=0.2, sampling={"max_tokens": 20})
+        yield transcribe(llm, SOUND, wishes), transcribe(llm, SOUND, dataclasses.replace(wishes, words=True))
         with pytest.raises(UnsupportedError, match="writes down what is said, and embeds nothing"):
             llm.embed("hello")
+
+
+@pytest.fixture(scope="module")
+def told(library: tuple[Transcript, Transcript]) -> Transcript:
+    return library[0]
+
+
+@pytest.fixture(scope="module")
+def words(library: tuple[Transcript, Transcript]) -> list[Word]:
+    return [word for each in library[1].passages for word in each.words]
+
+
+def test_words_are_those_of_the_text(told: Transcript, library: tuple[Transcript, Transcript], words: list[Word]) -> None:
+    """Asking for them changes no token; each is said behind the one before, within the sound."""
+    with_words = library[1]
+    assert [each.token_ids for each in with_words.passages] == [each.token_ids for each in told.passages]
+    assert "".join(each.text for each in words) == "".join(each.text for each in with_words.passages)
+    assert len(words) > len(with_words.passages)
+    for passage in with_words.passages:
+        starts, ends = [each.start for each in passage.words], [each.end for each in passage.words]
+        assert (starts, ends) == (sorted(starts), sorted(ends))
+        assert all(0 <= each.start <= each.end <= 3 and 0 < each.probability <= 1 for each in passage.words)
+    assert not any(each.words for each in told.passages)
 
 
 @pytest.fixture
@@ -79,12 +113,102 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     assert record["answers"][0]["text"].strip() == told.text
 
 
+def test_run_tells_times_of_words(folder: Path, words: list[Word], library: Any, sound: str, doors: Doors) -> None:
+    more = "--language", "de", *BRIEFLY, *ARGS
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--json", "--word-times", *more)
+    answer = json.loads(out)["answers"][0]
+    assert code == 0
+    assert [each["text"] for each in answer["segments"]] == [each.text for each in library[1].passages]
+    found = [(each["word"], each["start"], each["end"]) for segment in answer["segments"] for each in segment["words"]]
+    assert found == [(each.text, each.start, each.end) for each in words]
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--jsonl", "--word-times", *more)
+    *events, end = map(json.loads, out.splitlines())
+    assert [segment for event in events for segment in event.get("segments", ())] == answer["segments"]
+    assert "segments" not in end["answers"][0]
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--subtitles", "srt", "--max-words", "1", *more)
+    assert (code, out.count(" --> ")) == (0, len(words))
+    for width, count in (("1", len(words)), ("100", len(library[1].passages))):
+        code, out, _ = doors.command("run", str(folder), "--audio", sound, "--subtitles", "vtt", "-ml", width, *more)
+        assert (code, out.count(" --> ")) == (0, count)
+
+
+def test_several_sounds_are_answers(folder: Path, told: Transcript, sound: str, doors: Doors, tmp_path: Path) -> None:
+    other = tmp_path / "other.wav"
+    other.write_bytes(saved(noise(16_000, 5)))
+    more = "--language", "de", *BRIEFLY, *ARGS
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--audio", str(other), "--json", *more)
+    first, second = json.loads(out)["answers"]
+    assert (code, first["index"], second["index"]) == (0, 0, 1)
+    assert first["text"].strip() == told.text
+    code, alone, _ = doors.command("run", str(folder), "--audio", str(other), "--json", *more)
+    (answer,) = json.loads(alone)["answers"]
+    assert {**answer, "index": 1} == second
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--audio", str(other), *more)
+    assert (code, out) == (0, f"{told.text}\n---\n{answer['text'].strip()}\n")
+
+
+@pytest.mark.parametrize("form", ["text", "json", "srt", "file"])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), RequestError("the transcript failed")])
+def test_what_was_heard_is_kept_where_it_is_broken_off(
+    form: str, failure: BaseException, folder: Path, sound: str, doors: Doors, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def passages_of(*_: Any) -> Iterator[Any]:
+        yield Heard("de", 60.0)
+        yield [Passage(0.0, 2.0, " Good morning.", (), 0, 0.0, -0.1, 1.0, 0.1)]
+        raise failure
+
+    monkeypatch.setattr(dictating, "passages_of", passages_of)
+    path = tmp_path / "talk.srt"
+    path.write_text("before")
+    as_srt = "--subtitles", "srt"
+    words = {"text": (), "json": ("--json",), "srt": as_srt, "file": (*as_srt, "-o", str(path))}[form]
+    code, out, err = doors.command("run", str(folder), "--audio", sound, *words, *ARGS[:-1])
+    subtitle = "1\n00:00:00,000 --> 00:00:02,000\nGood morning.\n\n"
+    assert code == (130 if isinstance(failure, KeyboardInterrupt) else 1)
+    if form == "json":
+        (answer,) = json.loads(out)["answers"]
+        assert (answer["text"], answer["finish_reason"]) == ("Good morning.", "interrupted")
+    else:
+        assert out == {"text": "Good morning.\n", "srt": subtitle, "file": ""}[form]
+    if form == "file":
+        assert (path.read_text(), (tmp_path / "talk.srt.partial").read_text()) == ("before", subtitle)
+        assert "talk.srt.partial" in err
+
+
+def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[Wishes] = []
+
+    def passages_of(llm: Any, sound: Any, wishes: Wishes, *_: Any) -> Iterator[Any]:
+        asked.append(wishes)
+        return iter([Heard("de", 2.0)])
+
+    monkeypatch.setattr(dictating, "passages_of", passages_of)
+    own = (
+        "-tpi", "0.5", "-bo", "2", "--compression-ratio-threshold", "none", "-lpt", "-0.7", "-nth", "0.9",
+        "--no-condition-on-previous-text", "--carry-initial-prompt",
+    )  # fmt: skip
+    for words in ((), own):
+        code, _, err = doors.command("run", str(folder), "--audio", sound, *words, *ARGS, "Ada")
+        assert code == 0, err
+    assert asked[0] == Wishes(prompt="Ada")
+    assert asked[1] == Wishes(prompt="Ada", rise=0.5, tries=2, most_squeezed=None, least_likely=-0.7, silent=0.9,
+                              conditioned=False, carried=True)  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (("hello",), "writes down what is said in one sound"),
-        (("--audio", "SOUND", "--audio", "SOUND"), "one sound, and this is about 2"),
+        (("--audio", "SOUND", "--max-words", "3"), "--subtitles"),
+        (("--audio", "SOUND", "-ml", "0", "--subtitles", "srt"), "1 or more"),
+        (("--audio", "SOUND", "--word-times"), "--json"), (("--audio", "SOUND", "-bo", "0"), "1 to 64"),
+        (("--audio", "SOUND", "-tpi", "-1"), "rise by"), (("--audio", "SOUND", "-lpt", "much"), "number, or none"),
+        (("--audio", "SOUND", "-lpt", "nan"), "number, or none"),
+        (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
+        (("--audio", "BROKEN"), "broken.wav is damaged"), (("hello",), "writes down what is said in a sound"),
+        (("--audio", "SOUND", "--audio", "SOUND", "--subtitles", "srt"), "of one sound, and this is about 2"),
         (("--audio", "SOUND", "--language", "klingon"), "does not know the language 'klingon'"),
+        (("--audio", "SOUND", "--language", "it"), "does not know the language 'it'"),
+        (("--audio", "SOUND", "--language", "germn"), "german (de)"), (("--audio", "SOUND", "--video", "FILM"), "looks at no"),
         (("--audio", "SOUND", "--num-answers", "2"), "--num-answers has no meaning for a transcript"),
         (("--audio", "SOUND", "--continue", "--translate"), "cannot be used together"),
         (("--audio", "SOUND", "--subtitles", "ass"), "srt"),
@@ -92,7 +216,10 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     ],
 )  # fmt: skip
 def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:
-    code, out, err = doors.command("run", str(folder), *(sound if each == "SOUND" else each for each in words), *ARGS)
+    (film := Path(sound).with_name("film.avi")).write_bytes(b"RIFF\0\0\0\0AVI " + bytes(100))
+    (broken := film.with_name("broken.wav")).write_bytes(SOUND[:12])
+    named = {"SOUND": sound, "FILM": str(film), "BROKEN": str(broken)}
+    code, out, err = doors.command("run", str(folder), *(named.get(each, each) for each in words), *ARGS)
     assert (code, out) == (2, ""), err
     assert said in err
 
@@ -107,8 +234,9 @@ def test_a_language_is_told_to_models_that_chat_as_well(tmp_path: Path, sound: s
         assert asked.begins[-1] == llm.tokenizer.token_to_id("<asr_text>")
         (output,) = llm.generate(llm.encode_chat(asked.messages) + asked.begins, SamplingParams(temperature=0.0, max_tokens=9))
     assert (code, out.rstrip("\n")) == (0, output.outputs[0].text.rstrip("\n"))
-    code, _, err = doors.command("run", str(model), "--audio", sound, "--subtitles", "srt", *more)
-    assert (code, "is for Whispers" in err) == (2, True)
+    for words in (("--subtitles", "srt"), ("--best-of", "3"), ("--word-times", "--json"), ("--no-condition-on-previous-text",)):
+        code, _, err = doors.command("run", str(model), "--audio", sound, *words, *more)
+        assert (code, "is for Whispers" in err) == (2, True)
 
 
 def test_other_models_take_no_subtitles(sound: str, doors: Doors) -> None:
@@ -161,7 +289,7 @@ def client(live: LiveServer) -> Any:
     return pytest.importorskip("openai").OpenAI(base_url=live.base_url, api_key="none")
 
 
-def test_openais_client_gets_every_form(client: Any, told: Transcript) -> None:
+def test_openais_client_gets_every_form(client: Any, told: Transcript, words: list[Word]) -> None:
     asked: dict[str, Any] = {"model": "whisper", "file": ("talk.wav", SOUND), "language": "de", **SERVED}
     create = client.audio.transcriptions.create
     import openai
@@ -178,10 +306,52 @@ def test_openais_client_gets_every_form(client: Any, told: Transcript) -> None:
     assert [each.start for each in verbose.segments] == pytest.approx([each.start for each in told.passages], abs=1e-3)
     assert [each.avg_logprob for each in verbose.segments] == pytest.approx([each.mean_logprob for each in told.passages])
     assert verbose.usage.seconds == 2
+    for kinds in (["word"], ["word", "segment"]):
+        spoken = create(**asked, response_format="verbose_json", timestamp_granularities=kinds)
+        assert [(each.word, each.start, each.end) for each in spoken.words] == [(w.text.strip(), w.start, w.end) for w in words]
+        assert (spoken.segments is None, spoken.text) == ("segment" not in kinds, told.text)
+    assert verbose.words is None
     heard = create(**asked | {"language": openai.omit, "temperature": 0.4}, response_format="verbose_json")
     assert heard.language in ("english", "german", "french")
     assert {each.temperature for each in heard.segments} <= {0.4}
     assert len(LANGUAGES) == 3
+
+
+@pytest.mark.parametrize("seconds", [1, 2])
+def test_long_sounds_wait_for_each_other(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each has a spectrogram of hundreds of megabytes; short ones go by."""
+    hearing = dataclasses.replace(QWEN3, piece=100, leads=True)
+    under_way: list[int] = []
+    most = 0
+
+    def dictate(scribe: Any, hearing: Any, tokenizer: Any, clip: Any, wishes: Any) -> Iterator[Any]:
+        nonlocal most
+        under_way.append(1)
+        most = max(most, len(under_way))
+        for _ in range(3):
+            time.sleep(0.02)
+            yield [Passage(0.0, clip.seconds, " Hm.", (), 0, 0.0, 0.0, 1.0, None)]
+        under_way.pop()
+
+    monkeypatch.setattr(reading, "MAX_SECONDS", 1)
+    monkeypatch.setattr(dictations, "dictate", dictate)
+    monkeypatch.setattr(dictations, "_scribe", lambda model: None)
+    monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
+    model, data = SimpleNamespace(facts=SimpleNamespace(hearing=hearing), tokenizer=None), saved(noise(16_000 * seconds))
+
+    async def text(turns: dictations.Turns) -> str:
+        dictation = dictations.Dictation(
+            cast(Any, None), cast(Any, model), cast(Any, SimpleNamespace(file=data)), "transcribe", cast(Any, None), turns
+        )
+        await dictations.whole(dictation)
+        return dictation.text
+
+    async def together() -> list[str]:
+        turns = dictations.Turns()
+        return await asyncio.gather(*[text(turns) for _ in range(3)])
+
+    assert asyncio.run(together()) == ["Hm. Hm. Hm."] * 3
+    assert (most == 1) == (seconds > 1)
 
 
 def test_a_transcript_streams(client: Any, told: Transcript) -> None:
@@ -206,8 +376,9 @@ def test_what_a_server_refuses(client: Any) -> None:
     create = client.audio.transcriptions.create
     for more, said in (
         ({"language": "klingon"}, "does not know the language"), ({"response_format": "diarized_json"}, "speakers"),
-        ({"response_format": "verbose_json", "timestamp_granularities": ["word"]}, "times of words"),
-        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"response_format": "srt", "stream": True}, "not streamed"),
+        ({"response_format": "verbose_json", "timestamp_granularities": ["letter"]}, "timestamp_granularities"),
+        ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"timestamp_granularities": ["word"]}, "verbose_json"),
+        ({"response_format": "srt", "stream": True}, "not streamed"),
         ({"file": ("talk.wav", b"text")}, "no sound of a kind"), ({"temperature": 999}, "at most 100"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=said):

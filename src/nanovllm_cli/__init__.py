@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.images.source import data_url
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
-    from nanovllm_cli.text.dictation import Wishes
+    from nanovllm_cli.text.wishes import Wishes
     from nanovllm_cli.transcribing import transcribe
 
 __version__ = "0.1.0"
@@ -41,7 +41,7 @@ _HOMES = {
     "NanovllmError": "errors",
     "RequestOutput": "engine.outputs",
     "SamplingParams": "sampling_params",
-    "Wishes": "text.dictation",
+    "Wishes": "text.wishes",
     "data_url": "images.source",
     "transcribe": "transcribing",
 }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from nanovllm_cli.mixer_spec import AttentionSpec
 
@@ -42,6 +43,18 @@ class LookSpec:
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
         return self.attention.num_weights(hidden_size)
+
+
+class Alignment(NamedTuple):
+    """That it is asked which of an encoder's rows each token of a text attends to, of a prompt that is a sound, what a text
+    begins with, the text, and its end. heads: (layer, head) of those that go along with what is said. before: tokens between
+    the sound and the one whose row draws the text's first. rows: of the encoder, in which something is heard.
+
+    What is found is a number for each token of the text, and one for its end: the row where it begins (`attention/warping`)."""
+
+    heads: tuple[tuple[int, int], ...]
+    before: int
+    rows: int
 
 
 def lead_of(rows: int) -> int:

@@ -221,7 +221,7 @@ class HearingSpec:
     then; "apart": the same of each piece by itself; "universal": of each piece, of whose frames none reaches beyond its
     samples; "pairs": an even number of frames, as torchaudio makes them. leads: the decoder attends to one piece beside its text,
     which begins behind its tokens (`CrossSpec`), and writes down what is said and nothing else; a sound is not cut beforehand, as
-    the next piece begins where what is said in one has ended."""
+    the next piece begins where what is said in one has ended. decoder: layers and heads of such a decoder."""
 
     tower: AnyEar
     tokens: ImageTokens
@@ -234,6 +234,7 @@ class HearingSpec:
     most: int = 0
     spectrogram: Literal["whisper", "apart", "universal", "pairs"] = "whisper"
     leads: bool = False
+    decoder: tuple[int, int] = (0, 0)
 
     @property
     def has_grid(self) -> bool:

@@ -28,6 +28,7 @@ from typing import Any, NoReturn, Self
 import torch
 
 from nanovllm_cli.config import EngineConfig, Lora, engine_config
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
@@ -174,8 +175,7 @@ class LLM:
         )
         self.context_len: int = self.engine.context_len
         self._max_num_seqs = config.max_num_seqs
-        self._request_ids = itertools.count()
-        self._readers = Readers(self.engine)
+        self._request_ids, self._readers = itertools.count(), Readers(self.engine)
         dtype, where = str(self.dtype).removeprefix("torch."), "a GPU" if self.threads is None else f"{self.threads} threads"
         logger.info("%s on %s; context of %s tokens, KV cache of %.1f MiB", dtype, where, self.context_len, self.kv_bytes / 2**20)
 
@@ -319,7 +319,7 @@ class LLM:
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
         prompts = [token_ids(text, self.tokenizer.encode) for text in listed(texts)]
-        return self._pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
+        return self.pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
 
     def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
         """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
@@ -336,7 +336,7 @@ class LLM:
         none; the rest as `generate`."""
         if self.scoring is None:
             raise UnsupportedError(f"{self.name} is no reranker", "rank goes by the vectors of a model that embeds")
-        return list(map(self.scoring.score, self._pooled(prompts, self.pooling, progress)))
+        return list(map(self.scoring.score, self.pooled(prompts, self.pooling, progress)))
 
     def prepare(self, each: Sequence[SamplingParams]) -> None:
         """Waits until the constraints of such requests are compiled. Raises UsageError for one that can't be had."""
@@ -419,11 +419,11 @@ class LLM:
             self._readers.drop([request_id for request_id in ids if request_id not in done])
         return [done[request_id] for request_id in ids]
 
-    def _pooled(
-        self, prompts: Sequence[Sequence[int]], pooling: Pooling, progress: Progress | None, lora: Sequence[Lora] = ()
+    def pooled(
+        self, prompts: Sequence[Sequence[int]], wanted: Pooling | Alignment, progress: Progress | None, lora: Sequence[Lora] = ()
     ) -> list[list[float]]:
-        named = {f"embedding-{next(self._request_ids)}": each for each in prompts}
-        return self._readers.embed(named, pooling, progress, lora)
+        """What `Engine.embed` makes of each, in their order."""
+        return self._readers.embed({f"embedding-{next(self._request_ids)}": each for each in prompts}, wanted, progress, lora)
 
     def _new_id(self) -> str:
         return f"request-{next(self._request_ids)}"

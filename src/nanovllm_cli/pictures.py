@@ -56,7 +56,9 @@ class Sound:
     def of(cls, values: bytes, frames: int, heard: int, bins: int, ordinal: int = 0) -> Sound:
         """With its digest."""
         sizes = b"sound" + b"".join(each.to_bytes(4, "big") for each in (frames, heard, bins, ordinal))
-        return cls(frames, heard, bins, values, hashlib.blake2b(sizes + values, digest_size=16).digest(), ordinal)
+        digest = hashlib.blake2b(sizes, digest_size=16)
+        digest.update(values)  # which may be gigabytes
+        return cls(frames, heard, bins, values, digest.digest(), ordinal)
 
     @property
     def num_bytes(self) -> int:

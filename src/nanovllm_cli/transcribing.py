@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.errors import RequestError, UnmeetableError, UnsupportedError
-from nanovllm_cli.text.dictation import Answered, Ask, Dictation, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Dictation, Heard, Passage, Reply, dictate, joined
 from nanovllm_cli.text.scribe import Scribe, scribe_of
+from nanovllm_cli.text.wishes import Wishes
 
 if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import RequestOutput
@@ -26,7 +28,6 @@ class Transcript(NamedTuple):
     passages: list[Passage]
 
 
-
 def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Transcript:
     """sound: a file's bytes, or a data URL. Raises as `passages_of`."""
     heard, passages = Heard(None, 0.0), []
@@ -39,9 +40,14 @@ def transcribe(llm: LLM, sound: bytes | str, wishes: Wishes = Wishes()) -> Trans
 
 
 def passages_of(
-    llm: LLM, sound: bytes | str, wishes: Wishes, told: Callable[[RequestOutput], object] | None = None
+    llm: LLM,
+    sound: bytes | str,
+    wishes: Wishes,
+    told: Callable[[RequestOutput], object] | None = None,
+    where: str = "the sound",
 ) -> Iterator[Heard | list[Passage]]:
-    """What the sound is, then passages of each window. told: each answer's output, for who counts tokens.
+    """What the sound is, then passages of each window. told: each answer's output, for who counts tokens. where: what errors call
+    the sound.
 
     Raises UsageError for what is no sound, or an unknown language, UnsupportedError for a model that is no Whisper, or what it
     can't do, RequestError where the model fails.
@@ -49,7 +55,8 @@ def passages_of(
     scribe = scribe_for(llm)
     assert llm.hearing is not None
     wishes_of_a_model(llm, wishes)
-    return driven(dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound), wishes), lambda ask: _answered(llm, ask, told))
+    way = dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound, where), wishes)
+    return driven(way, lambda ask: _aligned(llm, ask) if isinstance(ask, Align) else _answered(llm, ask, told))
 
 
 def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
@@ -57,16 +64,16 @@ def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
     llm.default_params.under(wishes.sampling).check_vocabulary(llm.spec.vocab_size)
 
 
-def driven(dictation: Dictation, answer: Callable[[Ask], Answered]) -> Iterator[Heard | list[Passage]]:
+def driven(dictation: Dictation, answer: Callable[[Ask | Align], Reply]) -> Iterator[Heard | list[Passage]]:
     """A dictation whose questions are answered."""
-    given: Answered | None = None
+    given: Reply = None
     while True:
         try:
             step = dictation.send(given)
         except StopIteration:
             return
-        given = answer(step) if isinstance(step, Ask) else None
-        if not isinstance(step, Ask):
+        given = answer(step) if isinstance(step, Ask | Align) else None
+        if not isinstance(step, Ask | Align):
             yield step
 
 
@@ -82,19 +89,24 @@ def scribe_for(llm: LLM) -> Scribe:
     return scribe
 
 
-def clip_of(llm: LLM, sound: bytes | str) -> Clip:
+def clip_of(llm: LLM, sound: bytes | str, where: str) -> Clip:
     from nanovllm_cli.sounds.reading import read_sent, read_sound
 
     assert llm.hearing is not None
-    return read_sound(sound, llm.hearing, "the sound") if isinstance(sound, bytes) else read_sent(sound, llm.hearing, "the sound")
+    return read_sound(sound, llm.hearing, where) if isinstance(sound, bytes) else read_sent(sound, llm.hearing, where)
 
 
-def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> Answered:
+def _aligned(llm: LLM, ask: Align) -> list[float]:
+    (found,) = llm.pooled([ask.prompt], ask.alignment, None, SamplingParams(lora=ask.lora).lora)
+    return found
+
+
+def _answered(llm: LLM, ask: Ask, told: Callable[[RequestOutput], object] | None) -> list[Answered]:
     (output,) = llm.generate(ask.prompt, ask.params)
     if told is not None:
         told(output)
-    answer = output.outputs[0]
-    if answer.error is not None:
-        what = f"the transcript failed: {answer.error}"
-        raise UnmeetableError(what) if answer.unmeetable else RequestError(what)
-    return Answered(answer.token_ids, [each.logprob for each in answer.logprobs or ()])
+    for answer in output.outputs:
+        if answer.error is not None:
+            what = f"the transcript failed: {answer.error}"
+            raise UnmeetableError(what) if answer.unmeetable else RequestError(what)
+    return [Answered(answer.token_ids, [each.logprob for each in answer.logprobs or ()]) for answer in output.outputs]

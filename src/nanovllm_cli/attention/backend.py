@@ -103,8 +103,9 @@ class StepInputs(NamedTuple):
     """A batch, cos and sin of its positions for each rope, and what the attention backend made of it. distances: see
     `layers/distances.py`. asked: the same of the rows whose logits are wanted, for layers that no other token needs.
     entered: what the first layer read [T, hidden], where others do, too. encoded: what a step is to keep of an encoder's rows, of
-    whose tokens the batch has none; step is None where there are no others. looking: whoever looks at
-    something, in layers that all others pass by; None where nobody does."""
+    whose tokens the batch has none; step is None where there are no others. looking: whoever looks at something, in layers that
+    all others pass by; None where nobody does. asks: takes what each layer's attention to an encoder's rows asks with [T, H * D],
+    one after another, where somebody wants to know."""
 
     batch: Batch
     angles: dict[RopeSpec | None, Angles]
@@ -114,6 +115,7 @@ class StepInputs(NamedTuple):
     entered: torch.Tensor | None = None
     encoded: EncodedRows | None = None
     looking: Looking | None = None
+    asks: list[torch.Tensor] | None = None
 
     def of_layer(self, is_near: bool) -> StepInputs:
         """is_near: see KVCache."""

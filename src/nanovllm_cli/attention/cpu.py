@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
@@ -18,7 +18,7 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
-from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, looked_at
+from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, keys_in, looked_at
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
@@ -218,6 +218,10 @@ class CpuAttention:
         (k, v), tables, tiles = cache, step.encoded.block_tables, step.encoded.tiles[spec.queries_a_key]
         q = q.view(len(q), spec.num_heads, spec.head_dim)
         return cpu.paged_attention(q, k, v, tiles, tables, spec.score_scale, 0, 0.0, None, both_ways=True)
+
+    def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
+        kept = cache[0][torch.tensor(blocks, dtype=torch.int64), head]
+        return keys_in(kept, cpu.cache_shapes(1, 1, spec.head_dim, self.dtype)[0][2:], is_coded=kept.dtype != self.dtype)
 
     def attend_latent(
         self,

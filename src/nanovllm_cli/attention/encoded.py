@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
@@ -32,6 +34,9 @@ class AttendsToEncoded(Protocol):
     def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: Any) -> torch.Tensor:
         """q [T, H * D] -> [T, H * D]: each token attends to all of an encoder's rows that its sequence begins with; or, of tokens
         that look at something (`Batch.lookers`) and no others, each to what it sees."""
+
+    def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
+        """What `keep_encoded` has written to these blocks, of one KV head: keys [n, D] float32, on the host."""
 
 
 def taken_apart(batch: Batch, device: torch.device) -> tuple[Batch | None, EncodedRows | None]:
@@ -84,3 +89,13 @@ def looked_at(batch: Batch, rows: torch.Tensor, block_size: int) -> Batch:
     columns = firsts[:, None] // block_size + torch.arange(width)
     tables = taken.block_tables.gather(1, columns.clamp_max(taken.block_tables.shape[1] - 1))
     return replace(taken, kv_lens=counts.contiguous(), known_lens=counts.contiguous(), block_tables=tables)
+
+
+def keys_in(kept: torch.Tensor, shape: tuple[int, ...], *, is_coded: bool) -> torch.Tensor:
+    """What blocks of a CPU's cache have of one head, as `kernels/cpu_attention.py` lays it out -> its keys [n, D] float32. shape:
+    (D / e, S, e). is_coded: bytes, and behind those of a block a scale for each row."""
+    if not is_coded:
+        return kept.float().transpose(1, 2).flatten(0, 1).flatten(1)
+    size = math.prod(shape)
+    scales = kept.view(torch.uint8)[:, size:].contiguous().view(torch.float32).reshape(-1, 1)
+    return kept[:, :size].reshape(len(kept), *shape).float().transpose(1, 2).flatten(0, 1).flatten(1) * scales

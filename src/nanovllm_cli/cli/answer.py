@@ -126,6 +126,8 @@ class JsonLinesPrinter(Printer):
                 event["token_ids"] = list(piece.token_ids)
             if piece.logprobs is not None:
                 event["logprobs"] = piece.logprobs
+            if piece.segments is not None:
+                event["segments"] = piece.segments
             self._write(records.dumps(event) + "\n")
 
     def finish(self, result: Result, statistics: records.Statistics) -> None:

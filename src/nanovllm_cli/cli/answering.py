@@ -34,8 +34,8 @@ class Settled(NamedTuple):
 class Answer:
     """One of the answers to a question, as far as it has come.
 
-    logprobs: records of its tokens, None where they were not asked for. error: what failed, with finish_reason "error".
-    unmeetable: it is what was asked for, and fails again.
+    logprobs: records of its tokens, None where they were not asked for. segments: of a transcript, records of its passages.
+    error: what failed, with finish_reason "error". unmeetable: it is what was asked for, and fails again.
     """
 
     index: int
@@ -47,6 +47,7 @@ class Answer:
     stop_reason: str | int | None = None
     error: str | None = None
     unmeetable: bool = False
+    segments: list[Record] | None = None
 
     def check(self, hint: str | None = None) -> None:
         """Raises what failed, if anything did. hint: where it may not fail again."""
@@ -56,13 +57,14 @@ class Answer:
 
 
 class Piece(NamedTuple):
-    """What one step added to one answer. logprobs: of these tokens."""
+    """What one step added to one answer. logprobs: of these tokens. segments: of a transcript, records of these passages."""
 
     answer: Answer
     reasoning: str
     content: str
     token_ids: tuple[int, ...] | None
     logprobs: list[Record] | None
+    segments: list[Record] | None = None
 
 
 class Usage(NamedTuple):

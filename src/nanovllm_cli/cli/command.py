@@ -414,7 +414,7 @@ def _aliases_in(ctx: Any) -> list[str]:
 
 # Sections of the help.
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
-FORM = "Form of the answer"
+FORM, TRANSCRIPT = "Form of the answer", "Transcript"
 CONVERSATION, SESSIONS, SERVER = "Conversation", "Sessions", "Server"
 
 

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import math
 import time
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Usage
-from nanovllm_cli.cli.question import Question, kind_of
-from nanovllm_cli.cli.records import Statistics
+from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Usage
+from nanovllm_cli.cli.question import WORDS, Question, kind_of
+from nanovllm_cli.cli.records import Record, Statistics
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.content_parts import SOUNDS
-from nanovllm_cli.text.dictation import Heard, Passage, Wishes
+from nanovllm_cli.text.content_parts import SOUNDS, VIDEOS
+from nanovllm_cli.text.dictation import Heard, Passage
 from nanovllm_cli.text.scribe import Task
-from nanovllm_cli.text.subtitles import cue, head
+from nanovllm_cli.text.subtitles import cue, head, lines
+from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.transcribing import passages_of
 
 if TYPE_CHECKING:
@@ -27,7 +30,7 @@ _ONLY = {
 
 
 class DictationAnswering(Answering):
-    """The transcript of a question's only sound. Raises UsageError for what it has beside that."""
+    """The transcripts of a question's sounds, one after another, each an answer. Raises UsageError for what else it has."""
 
     def __init__(self, llm: LLM, question: Question, given: Given, load_seconds: float | None = None) -> None:
         self.answers = Answers()
@@ -37,10 +40,12 @@ class DictationAnswering(Answering):
         self._asked = time.monotonic()
         self._first: float | None = None
         self._finished = False
+        self._asked_for = question.wishes
         self._subtitles = question.wishes.subtitles
         self._count = 0
-        wishes = _wishes(llm, question, given)
-        self._steps = passages_of(llm, question.sounds[0], wishes, self._heed)
+        self._wishes = _wishes(llm, question, given)
+        self._sounds, self._names, self._index = question.sounds, question.names, 0
+        self._steps = self._begun()
 
     @property
     def began(self) -> bool:
@@ -55,21 +60,25 @@ class DictationAnswering(Answering):
         return Result(self.answers.in_order(), self._usage, splits=False)
 
     def __next__(self) -> list[Piece]:
-        answer = self.answers.first
+        if self._finished:
+            raise StopIteration
+        answer = self.answers.at(self._index)
         try:
             step = next(self._steps)
         except StopIteration:
-            if self._finished:
-                raise
-            self._finished, answer.finish_reason = True, "stop"
-            rest = "" if answer.content else self._written([])  # what a file begins with in which nobody speaks
+            answer.finish_reason = "stop"
+            rest = "" if answer.content else self._written(answer, [])  # what a file begins with in which nobody speaks
             answer.content += rest
+            self._index += 1
+            self._finished = self._index == len(self._sounds)
+            self._steps = self._steps if self._finished else self._begun()
             return [Piece(answer, "", rest, None, None)]
         if isinstance(step, Heard):
             return []
-        text = self._written(step)
+        text, segments = self._written(answer, step), [_segment(each) for each in step]
         answer.content += text
-        return [Piece(answer, "", text, None, None)]
+        answer.segments = [*(answer.segments or ()), *segments]
+        return [Piece(answer, "", text, None, None, segments)]
 
     def statistics(self, now: float) -> Statistics:
         return Statistics.of_server(self._usage, (None, None), self._asked, self._first, now)
@@ -79,15 +88,19 @@ class DictationAnswering(Answering):
         if close is not None:
             close()
 
-    def _written(self, passages: list[Passage]) -> str:
-        begins = not self.answers.first.content
+    def _begun(self) -> Iterator[Heard | list[Passage]]:
+        where = self._names[self._index] if self._names else "the sound"
+        return passages_of(self._llm, self._sounds[self._index], self._wishes, self._heed, where)
+
+    def _written(self, answer: Answer, passages: list[Passage]) -> str:
+        begins = not answer.content
         if self._subtitles is None:
             text = "".join(each.text for each in passages)
             return text.lstrip() if begins else text
         parts = [head(self._subtitles)] if begins else []
-        for each in passages:
+        for line in lines(passages, self._asked_for.max_words, self._asked_for.max_line_width):
             self._count += 1
-            parts.append(cue(each, self._count, self._subtitles))
+            parts.append(cue(line, self._count, self._subtitles))
         return "".join(parts)
 
     def _heed(self, output: RequestOutput) -> None:
@@ -97,13 +110,38 @@ class DictationAnswering(Answering):
         prompt, cached, count = (each or 0 for each in self._usage)
         cached += output.metrics.num_cached_tokens
         self._usage = Usage(prompt + len(output.prompt_token_ids), cached, count + drawn)
-        self.answers.first.num_tokens = count + drawn
+        answer = self.answers.at(self._index)
+        answer.num_tokens = (answer.num_tokens or 0) + drawn
+
+
+def _segment(passage: Passage) -> Record:
+    """As openai/whisper's JSON has it, without its tokens."""
+    record: Record = {
+        "start": round(passage.start, 3), "end": round(passage.end, 3), "text": passage.text,
+        "temperature": passage.temperature, "avg_logprob": _finite(passage.mean_logprob),
+        "compression_ratio": passage.squeezed, "no_speech_prob": passage.silent,
+    }  # fmt: skip
+    if passage.words:
+        record["words"] = [
+            {"word": each.text, "start": each.start, "end": each.end, "probability": each.probability} for each in passage.words
+        ]
+    return record
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None
 
 
 def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
-    if len(question.sounds) != 1 or kind_of(question.sounds[0]) != SOUNDS:
-        told = f"{llm.name} writes down what is said in one sound, and this is about {len(question.sounds) or 'none'}"
-        raise UsageError(told, f"for example: nanovllm run {llm.name} --audio talk.wav")
+    hint = f"for example: nanovllm run {llm.name} --audio talk.wav"
+    kinds = {kind_of(each) for each in question.sounds}
+    if kinds != {SOUNDS}:
+        what = f", and looks at no {WORDS[(kinds - {SOUNDS}).pop()]}" if kinds else ""
+        hint = "--audio talk.mp4 is a video's sound" if VIDEOS in kinds else hint
+        raise UsageError(f"{llm.name} writes down what is said in a sound{what}", hint)
+    if len(question.sounds) > 1 and question.wishes.subtitles is not None:
+        told = f"a file of subtitles is of one sound, and this is about {len(question.sounds)}"
+        raise UsageError(told, 'for f in *.mp3; do nanovllm run MODEL --audio "$f" --subtitles srt -o "$f.srt"; done')
     unknown = [flag for name, flag in _ONLY.items() if given.get(name) not in (None, 1, ())]
     if unknown:
         raise UsageError(f"{unknown[0]} has no meaning for a transcript", "leave it out")
@@ -112,5 +150,7 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     wishes = question.wishes
     task: Task = "translate" if wishes.translate else "transcribe"
     timed = wishes.subtitles is not None
-    return Wishes(wishes.language, task, question.text or None, timed, temperature, sampling=sampling)
+    words = wishes.word_times or wishes.max_words is not None or wishes.max_line_width is not None
+    prompt = question.text or None
+    return Wishes(wishes.language, task, prompt, timed, temperature, sampling=sampling, words=words, **wishes.own)
 

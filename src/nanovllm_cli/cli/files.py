@@ -55,6 +55,20 @@ class WholeFile:
         except OSError as failure:
             raise self._failed(failure) from failure
 
+    def keep(self) -> Path | None:
+        """What was written so far stays beside the file, as FILE.partial, which is replaced; None where there is nothing to keep,
+        as it is written already. The file itself is what it was."""
+        if self._temporary is None:
+            return None
+        kept = self._target.with_name(f"{self._target.name}.partial")
+        try:
+            self._file.close()
+            os.replace(self._temporary, kept)
+            self._temporary = None
+        except OSError as failure:
+            raise self._failed(failure) from failure
+        return kept
+
     def __enter__(self) -> WholeFile:
         return self
 

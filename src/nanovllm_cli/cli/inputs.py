@@ -14,12 +14,16 @@ import select
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, NamedTuple
 
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import AccessRefusedError, UsageError
+from nanovllm_cli.sent import Medium
+from nanovllm_cli.sounds.source import SOUND
 
 MAX_INPUT_BYTES = 64 << 20
+MAX_SOUND_BYTES = 1 << 30
+"""Four hours of WAV at 16 kHz and one channel are half of it; a conversation takes `sent.MAX_BYTES`."""
 STANDARD_INPUT = "-"
 _WAIT_SECONDS = 1.0
 _NO_TEXTS = {
@@ -32,14 +36,30 @@ _NO_TEXTS = {
 """What files begin with that are taken for texts, and where they belong."""
 
 
+class Attached(NamedTuple):
+    """A file that goes with a prompt, called `name` in errors."""
+
+    medium: Medium
+    data: bytes
+    name: str
+
+    @property
+    def is_sound(self) -> bool:
+        return self.medium is SOUND
+
+    @property
+    def url(self) -> str:
+        """As messages have it. Raises UsageError for what is too large for one."""
+        return self.medium.data_url(self.data, self.name)
+
+
 def attached(
     images: Sequence[str], sounds: Sequence[str], others: Sequence[str], videos: Sequence[str] = ()
-) -> list[str]:
-    """Files of images, sounds and videos as data URLs; `-` is standard input, which none of `others` is then. Raises UsageError,
+) -> list[Attached]:
+    """Files of images, sounds and videos; `-` is standard input, which none of `others` is then. Raises UsageError,
     AccessRefusedError."""
     from nanovllm_cli.images.source import IMAGE
     from nanovllm_cli.images.video_source import VIDEO
-    from nanovllm_cli.sounds.source import SOUND
 
     flag = "--image" if STANDARD_INPUT in images else "--audio" if STANDARD_INPUT in sounds else "--video"
     media = [*images, *sounds, *videos]
@@ -47,12 +67,14 @@ def attached(
         raise UsageError(f"standard input can be one thing only, and {flag} - is it", "name a file for the others")
     found = []
     for name, medium in zip(media, [IMAGE] * len(images) + [SOUND] * len(sounds) + [VIDEO] * len(videos), strict=True):
+        most = MAX_SOUND_BYTES if medium is SOUND else MAX_INPUT_BYTES
         if name == STANDARD_INPUT:
-            source = standard_input()
-            data, name = b"" if source is None else source.read(MAX_INPUT_BYTES + 1), "standard input"
+            source, name = standard_input(), "standard input"
+            data = b"" if source is None else _bounded(source.read(most + 1), name, most)
         else:
-            data = read_file(name)
-        found.append(medium.data_url(data, name))
+            data = read_file(name, most)
+        medium.known(data, name)
+        found.append(Attached(medium, data, name))
     return found
 
 
@@ -121,10 +143,10 @@ def say_if_typed(console: Console) -> bool:
     return typed
 
 
-def read_file(name: str) -> bytes:
+def read_file(name: str, most: int = MAX_INPUT_BYTES) -> bytes:
     """The bytes of a file that the user named. Raises UsageError or AccessRefusedError, which name it."""
     with _telling(name), open(name, "rb") as file:
-        return _bounded(file.read(MAX_INPUT_BYTES + 1), name)
+        return _bounded(file.read(most + 1), name, most)
 
 
 def read_text(name: str, *, exact: bool = False) -> str:
@@ -192,9 +214,12 @@ def checked(word: str, what: str = "the prompt") -> str:
     return word
 
 
-def _bounded(data: bytes, name: str) -> bytes:
-    if len(data) > MAX_INPUT_BYTES:
-        raise UsageError(f"{name} is longer than {MAX_INPUT_BYTES >> 20} MiB, more than any context holds")
+def _bounded(data: bytes, name: str, most: int = MAX_INPUT_BYTES) -> bytes:
+    if len(data) > most == MAX_SOUND_BYTES:
+        hint = "take the sound alone: ffmpeg -i FILE -vn -ac 1 -ar 16000 talk.flac"
+        raise UsageError(f"{name} is longer than {most >> 20} MiB", hint)
+    if len(data) > most:
+        raise UsageError(f"{name} is longer than {most >> 20} MiB, more than any context holds")
     return data
 
 

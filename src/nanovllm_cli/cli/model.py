@@ -190,10 +190,10 @@ class Prompting:
         """What asks a model that chats for what is said in a sound, as its family is asked (`text/transcripts.py`)."""
         hearing, wishes = self.llm.hearing, question.wishes
         if hearing is None:
-            raise UsageError(f"{self.llm.name} hears nothing: --language has no meaning", "take a model that does")
-        if wishes.translate or wishes.subtitles is not None:
-            flag = "--translate" if wishes.translate else "--subtitles"
-            raise UsageError(f"{flag} is for Whispers, and {self.llm.name} is none", "leave it out, or take whisper:tiny")
+            flag = (wishes.flags or ["--language"])[0]
+            raise UsageError(f"{self.llm.name} hears nothing: {flag} has no meaning", "take a model that does")
+        if flags := wishes.flags:
+            raise UsageError(f"{flags[0]} is for Whispers, and {self.llm.name} is none", "leave it out, or take whisper:tiny")
         if len(question.sounds) != 1 or kind_of(question.sounds[0]) != SOUNDS:
             raise UsageError("--language has no meaning without one sound that is to be written down", "--audio FILE is one")
         from nanovllm_cli.text.transcripts import asks

@@ -39,6 +39,19 @@ def count(text: str) -> int:
     return _size(text, "a number of tokens such as 4096, 25.6k (thousands) or 32K (times 1024)", units=("",))
 
 
+def bound(text: str) -> float:
+    """A number, or "none", which is infinity."""
+    if text.strip().lower() == "none":
+        return math.inf
+    try:
+        found = float(text)
+    except ValueError:
+        found = math.nan
+    if not math.isfinite(found):
+        raise ValueError(f"{text!r} is not a number, or none")
+    return found
+
+
 def memory(text: str) -> int:
     """Bytes: 512M, 1.5G, 1.5GiB (powers of 1024), 800MB (powers of 1000)."""
     return _size(text, "a size such as 512M, 1.5GiB (powers of 1024) or 800MB (powers of 1000)", units=("", "b", "ib"))

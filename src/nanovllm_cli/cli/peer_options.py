@@ -86,6 +86,12 @@ OPTIONS = {
     "--ramp-up": ("--ramp-up-strategy", "--ramp-up-start-rps", "--ramp-up-end-rps"),
     "--report": ("--plot-timeline",),
     "--quiet": ("--disable-tqdm",),
+    "--max-line-width": ("--max-len",),
+    "--max-words": ("--max-words-per-line",),
+    "--word-times": ("--word-timestamps",),
+    "--logprob-threshold": ("--logprob-thold",),
+    "--no-speech-threshold": ("--no-speech-thold",),
+    "--temp-inc": ("--temperature-inc", "--temperature-increment-on-fallback"),
 }  # fmt: skip
 """Ours, and what others call it."""
 

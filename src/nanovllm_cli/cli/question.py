@@ -2,39 +2,65 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, Literal, NamedTuple
 
 from nanovllm_cli.cli.history import LastRun, Message
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
+from nanovllm_cli.text.wishes import Wishes
 
 SOUND, VIDEO = "data:audio/", "data:video/"
 WORDS = {IMAGES: "image", SOUNDS: "sound", VIDEOS: "video"}
 LACKS = {IMAGES: "reads no images", SOUNDS: "hears nothing", VIDEOS: "reads no videos"}
 """What is said of a model that does not."""
+_OWN = {
+    "rise": "--temp-inc", "tries": "--best-of", "most_squeezed": "--compression-ratio-threshold",
+    "least_likely": "--logprob-threshold", "silent": "--no-speech-threshold",
+    "conditioned": "--condition-on-previous-text", "carried": "--carry-initial-prompt",
+}  # fmt: skip
 _FLAGS = {IMAGES: "--image", SOUNDS: "--audio", VIDEOS: "--video"}
 
 
 class TranscriptWishes(NamedTuple):
-    """Of a sound. language: a code or a name; None: it is heard. subtitles: what it is written as."""
+    """Of a sound. language: a code or a name; None: it is heard. subtitles: what it is written as, with so many words and
+    characters at the most. word_times: when each word is said is told. own: fields of `Wishes`, as they were asked for."""
 
     language: str | None = None
     translate: bool = False
     subtitles: Literal["srt", "vtt"] | None = None
+    max_words: int | None = None
+    max_line_width: int | None = None
+    word_times: bool = False
+    own: Mapping[str, Any] = MappingProxyType({})
+
+    @property
+    def side_by_side(self) -> int:
+        """Answers of one question, to a Whisper."""
+        tries: int = self.own.get("tries", Wishes().tries)
+        return tries
+
+    @property
+    def flags(self) -> list[str]:
+        """Of what was asked for beside a language, which is a Whisper's alone."""
+        found = {"--translate": self.translate, "--subtitles": self.subtitles is not None, "--word-times": self.word_times}
+        return [*(flag for flag, asked in found.items() if asked), *(_OWN[name] for name in self.own)]
 
 
 @dataclass(frozen=True, slots=True)
 class Question:
     """messages: a conversation whose last message is to be answered, or is an answer to go on with. None: plain `text`, to be
-    gone on with as it is; or, with sounds, as data URLs, these are to be written down, and text is what may come up in them.
-    begins: ids that the answer is given to begin with."""
+    gone on with as it is; or, with sounds, as files' bytes or data URLs, these are to be written down, and text is what may come
+    up in them.
+    names: of these files. begins: ids that the answer is given to begin with."""
 
     messages: Sequence[Message] | None = None
     text: str = ""
-    sounds: Sequence[str] = ()
+    sounds: Sequence[str | bytes] = ()
+    names: Sequence[str] = ()
     wishes: TranscriptWishes = TranscriptWishes()
     begins: Sequence[int] = ()
 
@@ -60,9 +86,9 @@ def said(text: str, images: Sequence[str] = ()) -> Message:
     return {"role": "user", "content": [*parts, *([{"type": "text", "text": text}] if text else [])]}
 
 
-def kind_of(url: str) -> str:
-    """Of a data URL: IMAGES, SOUNDS or VIDEOS."""
-    return SOUNDS if url.startswith(SOUND) else VIDEOS if url.startswith(VIDEO) else IMAGES
+def kind_of(url: str | bytes) -> str:
+    """Of a data URL: IMAGES, SOUNDS or VIDEOS. Bytes are a sound's."""
+    return SOUNDS if isinstance(url, bytes) or url.startswith(SOUND) else VIDEOS if url.startswith(VIDEO) else IMAGES
 
 
 def _part(url: str) -> dict[str, Any]:

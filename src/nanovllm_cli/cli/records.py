@@ -6,7 +6,8 @@
 --batch    {"id", "line", "model", "answers", "usage", "key"}, and "prompt_logprobs" where a line asks for them,
            or {"id", "line", "error": {"type", "message"}, "key"}
 answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
-           and "reasoning", "logprobs" where there are any
+           and "reasoning", "logprobs", "segments" where there are any
+segment    {"start", "end", "text"} of a transcript, in seconds, how it was found, and "words" where they are asked for
 """
 
 from __future__ import annotations
@@ -153,6 +154,8 @@ def answer_record(answer: Answer, reasoning: str | None) -> Record:
     }
     if answer.logprobs is not None:
         record["logprobs"] = answer.logprobs
+    if answer.segments is not None:
+        record["segments"] = answer.segments
     if answer.error is not None:
         record["error"] = answer.error
     return record
@@ -172,6 +175,7 @@ def end_record(result: Result, model: str) -> Record:
     for answer in record["answers"]:
         del answer["text"]
         answer.pop("logprobs", None)
+        answer.pop("segments", None)
     return record
 
 

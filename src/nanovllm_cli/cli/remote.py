@@ -147,7 +147,7 @@ class RemoteAnswerer:
 
     def asked_for_words(self, question: Question) -> Question:
         hint = "curl URL/v1/audio/transcriptions -F file=@talk.wav -F language=en"
-        raise UsageError("--language, --translate and --subtitles are for a model in this process", hint)
+        raise UsageError(f"{(question.wishes.flags or ['--language'])[0]} is for a model in this process", hint)
 
     @property
     def adapters(self) -> list[tuple[str, float]]:

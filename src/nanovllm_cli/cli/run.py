@@ -31,6 +31,7 @@ from nanovllm_cli.cli.question import Question, TranscriptWishes, continued, new
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
+from nanovllm_cli.cli.transcript_options import TranscriptOptions
 from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, RequestError, UsageError
 
@@ -57,6 +58,7 @@ def run(
     prompt: PromptOptions,
     sampling: AnswersOptions,
     form: FormOptions,
+    transcript: TranscriptOptions,
     engine: EngineOptions,
     output: OutputOptions,
     messages: MessageOptions,
@@ -69,7 +71,8 @@ def run(
     """
     screen = screen_for(messages)
     given = sampling.given() | form.given()
-    _refuse_contradictions(prompt, output)
+    wishes = transcript.wishes()
+    _refuse_contradictions(prompt, output, wishes)
     if not (output.json or output.jsonl or prompt.batch is not None):
         refuse_typed(ctx, ("logprobs",), "has no place in plain text", "add --json, --jsonl or --batch")
         given.pop("logprobs", None)
@@ -88,7 +91,7 @@ def run(
         if last is not None and not model.model and name and _is_said(name):
             spoken = [name, *spoken]
             name = model_word = None
-        seats = None if prompt.batch is not None else given.get("n", 1)
+        seats = None if prompt.batch is not None else max(given.get("n", 1), wishes.side_by_side if prompt.audio else 1)
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
             name = last.model
@@ -131,7 +134,7 @@ def run(
         settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
         _run_batch(prompt.batch, asked, settings, prompt, output, screen)
     else:
-        _run_one(asked, prompt, output, screen)
+        _run_one(asked, prompt, wishes, output, screen)
 
 
 def _is_said(word: str) -> bool:
@@ -174,27 +177,34 @@ def _remote(
     return lambda: answerer, spoken
 
 
-def _run_one(asked: _Asked, prompt: PromptOptions, output: OutputOptions, screen: Console) -> None:
+def _run_one(
+    asked: _Asked, prompt: PromptOptions, wishes: TranscriptWishes, output: OutputOptions, screen: Console
+) -> None:
     last = asked.last
     seen, heard, watched = prompt.image or [], prompt.audio or [], prompt.video or []
-    images = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
+    files = inputs.attached(seen, heard, [*asked.words, *(prompt.file or [])], watched)
     is_taken = inputs.STANDARD_INPUT in (*seen, *heard, *watched)
     text = inputs.assemble(asked.words, prompt.file or [], screen, reads_stdin=not is_taken)
-    if not text and not images and last is None:
+    if not text and not files and last is None:
         taken = f": {asked.model_word!r} is taken for the model" if " " in (asked.model_word or "") else ""
         raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
-        wishes = TranscriptWishes(prompt.language, prompt.translate, output.subtitles)
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
-        if answerer.dictates or wishes != TranscriptWishes():
-            question = answerer.asked_for_words(Question(text=text, sounds=images, wishes=wishes))
+        if answerer.dictates:
+            sounds, names = [each.data if each.is_sound else each.url for each in files], [each.name for each in files]
+            question = Question(text=text, sounds=sounds, names=names, wishes=wishes)
+        elif wishes != TranscriptWishes():
+            question = answerer.asked_for_words(Question(text=text, sounds=[each.url for each in files], wishes=wishes))
         elif last is not None:
+            images = [each.url for each in files]
             question = continued(last, text, chats=answerer.chats, system=asked.system, images=images)
         else:
+            images = [each.url for each in files]
             question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
+        files.clear()  # which may be gigabytes
         screen.status("reading the prompt")
         _answer(answerer, question, asked.given, output, screen, file)
 
@@ -226,14 +236,15 @@ def _run_batch(
         batch.run_batch(answerer, options, lines, results, screen)
 
 
-def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions) -> None:
+def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, wishes: TranscriptWishes) -> None:
     """Raises UsageError for options that cannot both have an effect, or none where they are."""
     batched = prompt.batch is not None
     refuse_both(json=output.json, jsonl=output.jsonl, extract=output.extract, batch=batched)
     refuse_both(batch=batched, continue_=prompt.continue_last)
-    words = {"language": prompt.language is not None, "translate": prompt.translate, "subtitles": output.subtitles is not None}
-    for name, asked in words.items():
-        refuse_both(batch=batched, continue_=prompt.continue_last, **{name: asked})
+    for flag in [*(["--language"] if wishes.language is not None else []), *wishes.flags]:
+        refuse_both(batch=batched, continue_=prompt.continue_last, **{flag.removeprefix("--").replace("-", "_"): True})
+    if wishes.word_times and not (output.json or output.jsonl):
+        raise UsageError("--word-times has no place in plain text", "add --json or --jsonl; --subtitles has --max-words")
     if output.overwrite and not (batched and output.output):
         raise UsageError("--overwrite has no meaning without --batch and -o")
 
@@ -269,6 +280,10 @@ def _answer(
                 signals.check()
                 status.show(answering)
                 printer.step(pieces)
+    except BaseException:
+        if answerer.dictates and not answering.finished:
+            _keep_heard(answering, printer, screen, file)
+        raise
     finally:
         if not answering.finished:
             printer.cut(answering.flush())
@@ -297,6 +312,17 @@ def _answer(
     logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
     if shows:
         screen.line(statistics.line(), "dim")
+
+
+def _keep_heard(answering: Answering, printer: answers.Printer, screen: Console, file: WholeFile | None) -> None:
+    """Of a transcript that is broken off, which may have taken an hour."""
+    for answer in answering.result.answers:
+        answer.finish_reason = answer.finish_reason or "interrupted"
+    if not any(answer.content for answer in answering.result.answers):
+        return
+    printer.finish(answering.result, answering.statistics(time.monotonic()))
+    if file is not None and (kept := file.keep()) is not None:
+        screen.say(f"what was heard so far is in {kept}")
 
 
 def _is_hidden(found: Sequence[Answer], options: OutputOptions, screen: Console) -> bool:

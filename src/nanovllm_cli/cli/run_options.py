@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
 
 from nanovllm_cli.cli.answer import ReasoningChoice
 from nanovllm_cli.cli.command import OUTPUT, PROMPT, option
@@ -33,13 +32,6 @@ class PromptOptions:
     video: list[str] | None = option(
         "--video", help="A video that the prompt is about; - is standard input. Repeatable.",
         panel=PROMPT, metavar="FILE", envvar=None,
-    )
-    language: str | None = option(
-        "--language", help="Of a sound that is written down, a code or a name: en, German. [heard by the model]",
-        panel=PROMPT, metavar="NAME", envvar=None,
-    )
-    translate: bool = option(
-        "--translate", help="A Whisper writes in English what is said.", default=False, panel=PROMPT, envvar=None
     )
     system_prompt: SystemPrompt = None
     continue_last: bool = option(
@@ -81,9 +73,6 @@ class OutputOptions:
     json: bool = option("--json", help="One JSON object instead of text.", default=False, panel=OUTPUT)
     jsonl: bool = option(
         "--jsonl", help="A JSON line for each step, then one with statistics.", default=False, panel=OUTPUT
-    )
-    subtitles: Literal["srt", "vtt"] | None = option(
-        "--subtitles", help="A Whisper's transcript with its times: srt or vtt.", panel=OUTPUT, metavar="KIND", envvar=None
     )
     extract: bool = option(
         "-x", "--extract", help="Only the first code block of the answer.", default=False, panel=OUTPUT

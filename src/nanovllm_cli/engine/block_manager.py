@@ -246,7 +246,7 @@ class BlockManager:
         return self.near.usable(self.states.usable(known, sequence))
 
     def _num_reusable(self, sequence: Sequence) -> int:
-        return (len(sequence.token_ids) - 1) // self.block_size
+        return min(len(sequence.token_ids) - 1, sequence.request.most_found) // self.block_size
 
     def _shared_index(self, sequence: Sequence) -> int | None:
         index = sequence.num_computed // self.block_size

@@ -21,9 +21,10 @@ import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
-from typing import NamedTuple, get_args
+from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
@@ -31,6 +32,7 @@ from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm_cli.engine.pooling import check_pooling
 from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
@@ -42,7 +44,6 @@ from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.samplers import settled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import TokenIds
 
 MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
@@ -144,6 +145,7 @@ class Engine:
         self._further = further
         self._second_text = second_text or (lambda ids: 0)
         self._images = partial(checked_images, seeing)
+        self._hearing = None if seeing is None else seeing.senses.hearing
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -203,26 +205,24 @@ class Engine:
         self,
         request_id: str,
         prompt_ids: Iterable[int],
-        pooling: Pooling,
+        pooling: Pooling | Alignment,
         *,
         priority: int = 0,
+        cache_salt: str | None = None,
         lora: Iterable[Lora] = (),
     ) -> None:
-        """Queues a text whose hidden state is wanted: the `pooled` of its last output. lora: see SamplingParams. Raises as `add`
-        does."""
-        if self._embedding_refusal is not None:
-            raise UnsupportedError(self._embedding_refusal.message, self._embedding_refusal.hint)
+        """Queues a text whose hidden state is wanted: the `pooled` of its last output. An Alignment: or when its tokens are said.
+        lora: see SamplingParams. Raises as `add` does."""
         self._check_id(request_id)
         self._check_priority(priority)
-        if pooling not in get_args(Pooling):
-            raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
-        if isinstance(prompt_ids, TokenIds) and prompt_ids.images:
-            raise UnsupportedError("texts are embedded, and no images")
         scales = self._lora(lora)
         prompt = self._checked_prompt(prompt_ids, room=0)
+        images = self._images(prompt_ids, prompt, cache_salt) if isinstance(pooling, Alignment) else ()
+        check_pooling(pooling, prompt_ids, self._hearing, self._embedding_refusal, self._config.tensor_parallel_size)
         request = Request(
             request_id, prompt, _EMBEDS, len(prompt) + 1, (), self._clock(), priority=priority,
-            whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt), lora=scales,
+            whole=self._embeds_whole, pooling=pooling, second=self._second_text(prompt), lora=scales, images=images,
+            cache_salt=cache_salt,
         )  # fmt: skip
         self._begin(request, None)
 
@@ -393,7 +393,7 @@ class Engine:
     def _vector(self, request: Request) -> tuple[float, ...] | None:
         """Of a text that is computed, where its numbers are finite."""
         vector = request.embedding
-        if vector is not None and self._further is not None:
+        if vector is not None and self._further is not None and isinstance(request.pooling, str):
             vector = self._further(vector)
         return vector if vector is not None and all(map(math.isfinite, vector)) else None
 

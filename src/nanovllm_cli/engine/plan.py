@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
@@ -48,7 +49,7 @@ class Scheduled(NamedTuple):
         none.
     targets: the tokens that follow each row, known for prompt_logprobs (the last row of the prompt has no target).
     prompt_len: tokens of the whole prompt, which length-dependent rope scaling goes by.
-    pooling: what becomes of the hidden rows of a text that is embedded.
+    pooling: what becomes of the hidden rows of a text that is embedded; or what is asked of one that is said in a sound.
     num_guesses: how many of token_ids, the last ones, are guesses: the sequence draws from the row before each as well, as long
         as they turn out right.
     drafted: token_ids are guesses of a model that drafts, which a state is to take back as well, though nobody draws behind them.
@@ -69,7 +70,7 @@ class Scheduled(NamedTuple):
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
     prompt_len: int = 0
-    pooling: Pooling | None = None
+    pooling: Pooling | Alignment | None = None
     num_guesses: int = 0
     drafted: bool = False
     every_row: bool = False
@@ -153,7 +154,8 @@ class Plan(NamedTuple):
 
 class TokenLogprobs(NamedTuple):
     """Log-probability of one token, and of the most likely ones. Natural logarithm, before temperature and filters
-    (vLLM's "raw_logprobs"). top: (token id, logprob) from the most likely down. rank: 1 for the most likely token."""
+    (vLLM's "raw_logprobs"); that of a transcript's token is among what its rules leave. top: (token id, logprob) from the most
+    likely down. rank: 1 for the most likely token."""
 
     token_id: int
     logprob: float
@@ -176,7 +178,8 @@ class Drawn(NamedTuple):
 
 class StepOutput(NamedTuple):
     """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets. pooled: seq id
-    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk. guesses: seq id -> what the
+    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk; or, with the last one, what
+    an Alignment finds. guesses: seq id -> what the
     worker fed in place of DRAFTED. stages_left: of the image that is looked at."""
 
     drawn: list[Drawn]

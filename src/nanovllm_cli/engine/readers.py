@@ -16,6 +16,7 @@ from functools import partial
 from typing import TypeVar
 
 from nanovllm_cli.config import Lora
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.outputs import RequestOutput
@@ -76,7 +77,7 @@ class Readers:
     def embed(
         self,
         prompts: Mapping[str, Sequence[int]],
-        pooling: Pooling,
+        pooling: Pooling | Alignment,
         progress: Callable[[int, int], None] | None = None,
         lora: Sequence[Lora] = (),
     ) -> list[list[float]]:

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.engine.aligning import Aligner
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.interrupts import let_in
 from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
@@ -52,6 +53,7 @@ class Runner:
         self.graphs = GraphCache(model, cache, recordable)
         self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
+        self._aligner = Aligner(model, cache, block_size)
 
     def arranged(self, plan: Plan) -> Plan:
         return plan
@@ -61,6 +63,7 @@ class Runner:
         self.hidden = []
         for seq_id in plan.finished:
             self.sampler.remove(seq_id)
+            self._aligner.forget(seq_id)
         for new in plan.new:
             self.sampler.add(new)
         self.sampler.keep(plan.scheduled)
@@ -71,7 +74,7 @@ class Runner:
         with self._let_in():
             images = self.see(plan.scheduled)
         batch, owners = build_batch(plan.scheduled, self.block_size, hidden, images)
-        inputs = self.model.prepare(batch)
+        inputs = self._aligner.watched(plan.scheduled, self.model.prepare(batch))
         looks_partly = inputs.looking is not None and inputs.looking.rows is not None
         is_plain = inputs.batch.images is None and not looks_partly  # rows of some tokens are no part of what is recorded
         is_plain = is_plain and all(share.prompt_logprobs is None for share in plan.scheduled)
@@ -89,6 +92,7 @@ class Runner:
         if keeps:
             self.hidden = kept_rows(self.model.kept(found), owners)
         output = beside_draws(self.model, self.sampler, found, owners)
+        output = output._replace(pooled={**output.pooled, **self._aligner.times(plan.scheduled, inputs)})
         if not draws:
             return output
         drawn_from, draws = rows_of(draws)

@@ -316,7 +316,7 @@ class Sampler:
         return sources, scratch
 
     def _put_logprobs(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
-        """Of the token drawn by each of those asking, in the model's own logits."""
+        """Of the token drawn by each of those asking, in the model's own logits; of a transcript among what its rules leave."""
         asking = [draw for draw in draws if draw.is_open and draw.state.params.logprobs is not None]
         if not asking:
             return
@@ -324,7 +324,7 @@ class Sampler:
         num_top = [draw.state.params.logprobs or 0 for draw in asking]
         found = logprobs(rows, matrix.shape[1], [draw.token_id for draw in asking], num_top)
         for draw, entry in zip(asking, found, strict=True):
-            draw.logprobs = [_token_logprobs(draw.token_id, entry)]
+            draw.logprobs = [_token_logprobs(draw.token_id, entry, draw.state.left)]
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
@@ -444,7 +444,7 @@ def _uniforms(states: Sequence[SequenceState], purpose: int) -> NDArray[np.float
     return philox_uniforms([state.seed for state in states], [state.position for state in states], purpose)
 
 
-def _token_logprobs(token_id: int, found: RowLogprobs | None) -> TokenLogprobs:
+def _token_logprobs(token_id: int, found: RowLogprobs | None, left: float = 0.0) -> TokenLogprobs:
     if found is None:
         return TokenLogprobs(token_id, math.nan, 0, ())
-    return TokenLogprobs(token_id, found.logprob, found.rank, tuple(zip(found.top_ids, found.top_logprobs, strict=True)))
+    return TokenLogprobs(token_id, found.logprob - left, found.rank, tuple(zip(found.top_ids, found.top_logprobs, strict=True)))

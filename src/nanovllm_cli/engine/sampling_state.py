@@ -77,6 +77,11 @@ class SequenceState:
         return len(self.output_ids)
 
     @property
+    def left(self) -> float:
+        """See `TranscriptMask`, of the next draw; 0 without rules of a transcript."""
+        return 0.0 if self.rules is None else self.rules.left
+
+    @property
     def adjusts(self) -> bool:
         """Whether the next draw's logits differ from the model's."""
         return bool(

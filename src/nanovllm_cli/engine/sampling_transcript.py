@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -12,7 +13,10 @@ from nanovllm_cli.kernels.cpu_sampling import Words, packed_bits
 
 
 class TranscriptMask:
-    """Of one answer, in a vocabulary of so many tokens."""
+    """Of one answer, in a vocabulary of so many tokens. left: the logarithm of what its latest mask leaves of all probability,
+    which OpenAI's log-probabilities are measured by."""
+
+    left = 0.0
 
     def __init__(self, rules: TranscriptRules, vocab_size: int) -> None:
         self._rules = rules
@@ -30,6 +34,8 @@ class TranscriptMask:
             with np.errstate(all="ignore"):  # a row of NaN is its draw's matter
                 if _together(logits[first:][known[first:]]) > np.max(logits[:first][known[:first]], initial=-np.inf):
                     known[:first] = False
+        with np.errstate(all="ignore"):
+            self.left = _together(logits[known], np.float32) - _together(logits, np.float32)
         return packed_bits(known)
 
     def _put_times(self, known: NDArray[np.bool_], drawn: Sequence[int], first: int) -> None:
@@ -49,7 +55,9 @@ class TranscriptMask:
             known[first : times[-1] + (not closes)] = False
 
 
-def _together(logits: NDArray[np.float32]) -> float:
-    """Of all these tokens, as if they were one."""
+def _together(logits: NDArray[np.float32], dtype: type[np.floating[Any]] = np.float64) -> float:
+    """Of all these tokens, as if they were one; exponentials are of this type: the narrower takes a tenth of the time."""
     top = float(np.max(logits, initial=-np.inf))
-    return top + float(np.log(np.exp(logits.astype(np.float64) - top).sum())) if np.isfinite(top) else top
+    if not np.isfinite(top):
+        return top
+    return top + float(np.log(np.exp(logits.astype(dtype, copy=False) - dtype(top)).sum(dtype=np.float64)))

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from enum import Enum
 from typing import Any
 
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
 from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
@@ -43,8 +44,9 @@ class Request:
     lead: of these, what is in front of it for layers that look at them.
     stages_left: of those that have been looked at, by their digests.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
-    whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, and
-    draws nothing. second: where the second of two texts begins that are read together, or 0. pooled: what its chunks gave so far.
+    whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, or
+    whose times are wanted, and draws nothing. second: where the second of two texts begins that are read together, or 0. pooled:
+    what its chunks gave so far.
     runs_ahead: its tokens can be fed to the next step before they are read. prepared: what had to be made for it, kept alive.
     The last six fields feed `RequestMetrics`.
     """
@@ -65,7 +67,7 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
-    pooling: Pooling | None = None
+    pooling: Pooling | Alignment | None = None
     second: int = 0
     pooled: list[float] | None = None
     runs_ahead: bool = False
@@ -102,7 +104,12 @@ class Request:
     @property
     def wants_every_row(self) -> bool:
         """Whether its prompt must be computed from the beginning, whatever the prefix cache holds."""
-        return self.wants_prompt_logprobs or self.pooling is not None
+        return self.wants_prompt_logprobs or isinstance(self.pooling, str)
+
+    @property
+    def most_found(self) -> int:
+        """How many of its first tokens may come from the prefix cache: where times are wanted, a sound's alone."""
+        return self.images[0].end if isinstance(self.pooling, Alignment) else len(self.prompt_ids) + self.max_len
 
     def begin_again(self) -> None:
         """Forgets what was collected of the prompt: it is computed anew."""

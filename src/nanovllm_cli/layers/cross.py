@@ -51,7 +51,10 @@ class Cross(Projected):
         self.backend.keep_encoded(self.spec, self.kv(rows.values), rows, cache)
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
-        found = self.backend.attend_encoded(self.spec, self.q(x), cache, inputs.step)
+        q = self.q(x)
+        if inputs.asks is not None:
+            inputs.asks.append(q.clone())
+        found = self.backend.attend_encoded(self.spec, q, cache, inputs.step)
         return found if self._gather is None else self._gather(found)
 
     def slots(self) -> Slots:

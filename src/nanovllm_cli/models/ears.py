@@ -98,7 +98,10 @@ def _whisper(config: ConfigReader, sounds: ConfigReader) -> HearingSpec:
     audio = ConfigReader({**DEFAULTS, **{key: value for key, value in config.values.items() if value is not None}}, config.where)
     shape = whisper_shape(audio, ("d_model",), ("encoder_layers", 4), ("encoder_attention_heads", 6), 1536)
     tower = EarSpec(**shape, out_size=shape["hidden_size"], projector="none")
-    spec = HearingSpec(tower, _WHISPER_TOKENS, 2 * tower.positions, ("", ""), Transcript(), padded=True, leads=True)
+    decoder = config.integer("decoder_layers", 4), config.integer("decoder_attention_heads", 6)
+    spec = HearingSpec(
+        tower, _WHISPER_TOKENS, 2 * tower.positions, ("", ""), Transcript(), padded=True, leads=True, decoder=decoder
+    )
     return whole(tower, sounds, audio, spec)
 
 

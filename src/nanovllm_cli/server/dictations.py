@@ -6,29 +6,39 @@ from __future__ import annotations
 import asyncio
 import math
 from collections.abc import AsyncGenerator
-from contextlib import aclosing
+from contextlib import AsyncExitStack, aclosing
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
 from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
-from nanovllm_cli.sounds.reading import read_sound
-from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage, Wishes, dictate, joined
+from nanovllm_cli.sounds.reading import read_if_short, read_sound
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, dictate, joined
+from nanovllm_cli.text.dictation import Dictation as Dictating
 from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
 from nanovllm_cli.text.spoken import LANGUAGES
 from nanovllm_cli.text.subtitles import subtitles
+from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.vision_spec import Clip
 
 TIMED = ("srt", "vtt", "verbose_json")
 """What has times."""
 
 
+class Turns:
+    """Of as many as may be under way, and of those among them whose spectrograms are so long that they are taken one by one."""
+
+    def __init__(self) -> None:
+        self.all, self.long = asyncio.Semaphore(MOST_AT_ONCE), asyncio.Semaphore(1)
+
+
 class Dictation:
     """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
-    turns: of as many as may be under way."""
+    """
 
     def __init__(
         self,
@@ -37,7 +47,7 @@ class Dictation:
         body: SoundRequest,
         task: Task,
         exchange: Exchange,
-        turns: asyncio.Semaphore,
+        turns: Turns,
     ) -> None:
         self._turns = turns
         self._context, self._model, self._exchange = context, model, exchange
@@ -71,7 +81,12 @@ class Dictation:
         ]  # fmt: skip
         usage = {"type": "duration", "seconds": math.ceil(heard.seconds)}
         told = {"task": self._task, "language": LANGUAGES.get(language, language), "duration": _rounded(heard.seconds)}
-        return {**told, "text": self.text, "segments": segments, "usage": usage}
+        kinds = self._body.timestamp_granularities or ["segment"]
+        found: dict[str, Any] = {"segments": segments} if "segment" in kinds else {}
+        if "word" in kinds:
+            words = [word for each in self._passages for word in each.words]
+            found["words"] = [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+        return {**told, "text": self.text, **found, "usage": usage}
 
     def written(self) -> str:
         """As text, or as subtitles."""
@@ -80,21 +95,24 @@ class Dictation:
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The text, as it comes. Raises ApiError."""
-        async with self._turns, aclosing(self._pieces()) as pieces:
+        async with self._turns.all, AsyncExitStack() as held, aclosing(self._pieces(held)) as pieces:
             async for piece in pieces:
                 yield piece
 
-    async def _pieces(self) -> AsyncGenerator[str, None]:
+    async def _pieces(self, held: AsyncExitStack) -> AsyncGenerator[str, None]:
         body, hearing = self._body, self._model.facts.hearing
         assert hearing is not None
         try:
             wishes = _wishes(body, self._task, self._model)
-            clip: Clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
+            clip: Clip | None = await asyncio.to_thread(read_if_short, body.file, hearing, "file")
+            if clip is None:
+                await held.enter_async_context(self._turns.long)
+                clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
         except NanovllmError as error:
             raise ApiError.of(error, "file") from None
         body.file = b""  # nor need it wait for the end of the answer
         way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
-        given: Answered | None = None
+        given: Reply = None
         while True:
             try:
                 step = await asyncio.to_thread(_next, way, given)
@@ -108,6 +126,8 @@ class Dictation:
                     return
                 case Ask():
                     given = await self._answered(step)
+                case Align():
+                    given = await self._context.generates.align(self._model, step.prompt, step.alignment, self._exchange.caller)
                 case Heard():
                     self._heard = step
                 case list():
@@ -116,18 +136,18 @@ class Dictation:
                     text = "".join(each.text for each in step)
                     yield text if begun else text.lstrip()
 
-    async def _answered(self, ask: Ask) -> Answered:
+    async def _answered(self, ask: Ask) -> list[Answered]:
         asked = TextAsked(ask.prompt, ask.params)
-        ids: list[int] = []
-        logprobs: list[float] = []
+        found: list[tuple[list[int], list[float]]] = [([], []) for _ in range(ask.params.n)]
         async with self._context.generation(self._model, asked, self._exchange) as generation:
             async for events in generation:
                 for event in events:
+                    ids, logprobs = found[event.index]
                     ids += event.token_ids
                     logprobs += [each.logprob for each in event.logprobs or ()]
         self._prompt_tokens += generation.usage.prompt_tokens
         self._completion_tokens += generation.usage.completion_tokens
-        return Answered(ids, logprobs)
+        return [Answered(*each) for each in found]
 
 
 async def whole(dictation: Dictation) -> None:
@@ -137,12 +157,11 @@ async def whole(dictation: Dictation) -> None:
             pass
 
 
-def _next(way: Any, given: Answered | None) -> Ask | list[Passage] | Heard | None:
+def _next(way: Dictating, given: Reply) -> Step | None:
     try:
-        step: Ask | list[Passage] | Heard = way.send(given)
+        return way.send(given)
     except StopIteration:
         return None
-    return step
 
 
 def _scribe(model: ServedModel) -> Scribe:
@@ -165,7 +184,8 @@ def _wishes(body: SoundRequest, task: Task, model: ServedModel) -> Wishes:
     if model.default_params.lora:
         sampling["lora"] = model.default_params.lora
     timed = body.response_format in TIMED
-    return Wishes(body.language, task, body.prompt, timed, body.temperature or None, sampling=sampling)
+    words = "word" in (body.timestamp_granularities or ())
+    return Wishes(body.language, task, body.prompt, timed, body.temperature or None, sampling=sampling, words=words)
 
 
 def _rounded(seconds: float) -> float:

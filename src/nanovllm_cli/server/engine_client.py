@@ -20,6 +20,7 @@ from typing import cast
 from nanovllm_cli import errors
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import Lora
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
@@ -257,14 +258,21 @@ class EngineClient:
         return stream
 
     async def embed(
-        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+        self,
+        prompt_ids: Sequence[int],
+        pooling: Pooling | Alignment,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: Sequence[Lora] = (),
     ) -> Sequence[float]:
         link = self._checked_link()
         request_id = next(self._ids)
         self._note_arrival()
         vector: asyncio.Future[Sequence[float]] = asyncio.get_running_loop().create_future()
         self._vectors[request_id] = vector
-        link.send(Embed(request_id, list(prompt_ids), pooling, priority, list(lora)))
+        images = list(prompt_ids.images) if isinstance(prompt_ids, TokenIds) else []
+        link.send(Embed(request_id, list(prompt_ids), pooling, priority, list(lora), cache_salt, images))
         try:
             return await vector
         except asyncio.CancelledError:

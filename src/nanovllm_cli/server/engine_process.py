@@ -189,13 +189,12 @@ class Loop:
             return
         try:
             tells_reading = False
+            salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
+            prompt = TokenIds(message.prompt_ids, message.images)
             if isinstance(message, Embed):
-                self._engine.embed(
-                    request_id, message.prompt_ids, message.pooling, priority=message.priority, lora=message.lora
-                )
+                pooling, priority, lora = message.pooling, message.priority, message.lora
+                self._engine.embed(request_id, prompt, pooling, priority=priority, cache_salt=salt, lora=lora)
             else:
-                salt = self._llm.cache_salt(len(message.prompt_ids), message.cache_salt)
-                prompt = TokenIds(message.prompt_ids, message.images)
                 self._engine.add(request_id, prompt, message.params, priority=message.priority, cache_salt=salt)
                 tells_reading = message.tells_reading
             self._outbox.open(request_id, tells_reading=tells_reading)

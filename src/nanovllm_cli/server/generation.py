@@ -17,6 +17,7 @@ from typing import TypeVar
 
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.engine.vectors import unit
 from nanovllm_cli.errors import UsageError
@@ -140,6 +141,9 @@ class Generator:
             raise told
         vectors = [task.result() for task in tasks]
         return await self._in_thread(lambda: list(map(unit, vectors))) if normalize else vectors, sum(map(len, each))
+
+    async def align(self, model: ServedModel, prompt: TokenIds, wanted: Alignment, caller: Caller) -> Sequence[float]:
+        return await model.engine.embed(prompt, wanted, cache_salt=caller.tenant, lora=model.default_params.lora)
 
     async def _form(self, asked: ChatAsked, tools: Sequence[Tool]) -> Constraint | None:
         """Beside calls a grammar is a part of a greater one, which is Lark."""

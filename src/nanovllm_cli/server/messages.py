@@ -11,6 +11,7 @@ from typing import Any
 import msgspec
 
 from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.outputs import FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
@@ -55,13 +56,16 @@ class Generate(Message):
 
 
 class Embed(Message):
-    """One text's pooled hidden state, not normalised. mean: over its tokens; last, cls: of its last or first token."""
+    """One text's pooled hidden state, not normalised. mean: over its tokens; last, cls: of its last or first token. An Alignment:
+    when the tokens of a text are said, behind a sound that is its only image."""
 
     request_id: int
     prompt_ids: list[int]
-    pooling: Pooling
+    pooling: Pooling | Alignment
     priority: int = 0
     lora: list[Lora] = []
+    cache_salt: str | None = None
+    images: list[PlacedImage] = []
 
 
 class Abort(Message):

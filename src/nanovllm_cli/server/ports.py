@@ -16,6 +16,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
+from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.engine import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import PromptTooLongError
@@ -27,6 +28,7 @@ from nanovllm_cli.text.answer_format import AnswerFormat
 from nanovllm_cli.text.chat_template import ChatTemplate, Message
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
+from nanovllm_cli.vision_spec import TokenIds
 from nanovllm_cli.weights.scoring import Scoring
 
 LATEST = ":latest"
@@ -82,7 +84,13 @@ class EnginePort(Protocol):
         """tells_reading: see ChatAsked. Raises ApiError 503 where it cannot take requests now."""
 
     async def embed(
-        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+        self,
+        prompt_ids: Sequence[int],
+        pooling: Pooling | Alignment,
+        *,
+        priority: int = 0,
+        cache_salt: str | None = None,
+        lora: Sequence[Lora] = (),
     ) -> Sequence[float]: ...
 
 
@@ -416,6 +424,9 @@ class Generates(Protocol):
     ) -> tuple[list[Sequence[float]], int]:
         """A vector for each text, of length 1 where they are normalized, and how many tokens they had. most: to so many texts are
         cut, -1: to what the context holds."""
+
+    async def align(self, model: ServedModel, prompt: TokenIds, wanted: Alignment, caller: Caller) -> Sequence[float]:
+        """What an Alignment finds of a prompt, as a part of a request that is counted elsewhere."""
 
 
 def spellings(name: str) -> tuple[str, str, str]:

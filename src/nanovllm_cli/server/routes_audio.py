@@ -19,9 +19,8 @@ from starlette.responses import PlainTextResponse, Response
 
 from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE
 from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.dictations import TIMED, Dictation, whole
+from nanovllm_cli.server.dictations import TIMED, Dictation, Turns, whole
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange, Exchange
 from nanovllm_cli.server.forms import form_router
@@ -45,7 +44,7 @@ TranslationForm = Annotated[TranslationRequest, Body(media_type="multipart/form-
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes, turns = form_router(), asyncio.Semaphore(MOST_AT_ONCE)
+    routes, turns = form_router(), Turns()
 
     @routes.post("/audio/transcriptions", include_in_schema=False)
     @routes.post("/v1/audio/transcriptions", responses=answers(TranscriptionAnswer, streams=TranscriptEvent))
@@ -61,7 +60,7 @@ def router(context: ServerContext) -> APIRouter:
 
     async def answer(body: SoundRequest, task: Task, request: Request, exchange: Exchange) -> Response:
         if body.timestamp_granularities and body.response_format != "verbose_json":
-            told = "response_format verbose_json tells times of segments, and no other does"
+            told = "response_format verbose_json tells times of segments and words, and no other does"
             raise ApiError(400, told, param="timestamp_granularities")
         if body.stream:
             if body.response_format in TIMED:
@@ -73,7 +72,7 @@ def router(context: ServerContext) -> APIRouter:
 
 
 async def _whole(
-    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
+    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: Turns
 ) -> Response:
     async with context.use(body.model) as model:
         if (dictation := _dictation(context, model, body, task, exchange, turns)) is not None:
@@ -91,7 +90,7 @@ async def _whole(
 
 
 async def _frames(
-    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
+    context: ServerContext, body: SoundRequest, task: Task, exchange: Exchange, turns: Turns
 ) -> AsyncGenerator[bytes, None]:
     pieces: list[str] = []
     async with context.use(body.model) as model:
@@ -112,7 +111,7 @@ async def _frames(
 
 
 def _dictation(
-    context: ServerContext, model: ServedModel, body: SoundRequest, task: Task, exchange: Exchange, turns: asyncio.Semaphore
+    context: ServerContext, model: ServedModel, body: SoundRequest, task: Task, exchange: Exchange, turns: Turns
 ) -> Dictation | None:
     """Of a Whisper; None for a model that is asked in a conversation. Raises ApiError for what such a one can't do."""
     hearing = model.facts.hearing

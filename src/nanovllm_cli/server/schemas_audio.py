@@ -24,13 +24,6 @@ def _told(value: object) -> object:
     return value
 
 
-def _granularities(value: object) -> object:
-    if value == ["word"] or (isinstance(value, list) and "word" in value):
-        told = "timestamp_granularities: times of words are not supported; those of segments are"
-        raise ApiError(400, told, code="unsupported", param="timestamp_granularities")
-    return value
-
-
 Form = Literal["json", "text", "srt", "vtt", "verbose_json"]
 
 
@@ -58,7 +51,7 @@ class SoundRequest(StrictModel):
     frequency_penalty: float | None = bounded("frequency_penalty")
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     chunking_strategy: Tolerated = None
-    timestamp_granularities: Annotated[list[Literal["segment"]] | None, BeforeValidator(_granularities)] = None
+    timestamp_granularities: list[Literal["segment", "word"]] | None = None
     include: Unsupported = None
     languages: Unsupported = None
     keywords: Unsupported = None
@@ -96,19 +89,29 @@ class TranscriptSegment(BaseModel):
     no_speech_prob: float
 
 
+class TranscriptWord(BaseModel):
+    """start, end: seconds."""
+
+    word: str
+    start: float
+    end: float
+
+
 class VerboseUsage(BaseModel):
     type: Literal["duration"]
     seconds: int
 
 
 class VerboseAnswer(BaseModel):
-    """With response_format verbose_json. language: its English name. duration: seconds."""
+    """With response_format verbose_json. language: its English name. duration: seconds. words: with timestamp_granularities
+    "word"; segments: without, or with "segment" beside it."""
 
     task: Literal["transcribe", "translate"]
     language: str
     duration: float
     text: str
-    segments: list[TranscriptSegment]
+    segments: list[TranscriptSegment] | None = None
+    words: list[TranscriptWord] | None = None
     usage: VerboseUsage
 
 

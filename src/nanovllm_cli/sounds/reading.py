@@ -7,7 +7,7 @@ process of its own (`decoding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator
+from collections.abc import Generator, Iterable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -18,16 +18,18 @@ from nanovllm_cli.sent import Recent
 from nanovllm_cli.sounds.decoding import decoded
 from nanovllm_cli.sounds.resampling import resampled
 from nanovllm_cli.sounds.source import SOUND
-from nanovllm_cli.sounds.spectrogram import log_mel, paired_log_mel, universal_log_mel
+from nanovllm_cli.sounds.spectrogram import Streamed, log_mel, paired_log_mel, streamed_log_mel, universal_log_mel
 from nanovllm_cli.sounds.wav import read_wave
 from nanovllm_cli.vision_spec import Clip, Sound
 
 MAX_SECONDS = 45 * 60
 """Of a sound: each takes 64 KB at 16 kHz, and 50 KB of a spectrogram."""
+MAX_DICTATED_SECONDS = 4 * 60 * 60
+"""Of one that is gone through window by window: of these there is a spectrogram alone."""
 MIN_SECONDS = 0.1
 MIN_RATE, MAX_RATE = 1_000, 192_000
-MAX_SAMPLES = MAX_SECONDS * 2 * 48_000
-"""Of all channels of a sound: the longest one in stereo at 48 kHz. A few bytes of a compressed one may stand for very many."""
+SAMPLES_A_SECOND = 2 * 48_000
+"""Of all channels, of the longest sound: in stereo at 48 kHz. A few bytes of a compressed one may stand for very many."""
 
 
 def read_sent(sent: str, spec: HearingSpec, where: str, salt: str | None = None) -> Clip:
@@ -44,6 +46,8 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
 
     Raises UsageError for what is no sound, is damaged, too short or too long, UnsupportedError for a kind that is not read.
     """
+    if spec.leads:
+        return _dictated(data, spec, where, MAX_DICTATED_SECONDS)
     longest = spec.most * spec.piece * HOP / RATE if spec.most else None
     samples = samples_of(data, where, longest)
     pieces = cut(samples, spec)
@@ -52,9 +56,43 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
     return Clip(pieces, len(samples) / RATE)
 
 
+def read_if_short(data: bytes, spec: HearingSpec, where: str) -> Clip | None:
+    """The same of a model that goes through a sound window by window (`leads`); None where it is longer than MAX_SECONDS, and may
+    be read: for who can have few of these at once."""
+    try:
+        return _dictated(data, spec, where, MAX_SECONDS)
+    except _LongerError:
+        return None
+
+
+class _LongerError(UsageError):
+    """Than what was said."""
+
+
+def _dictated(data: bytes, spec: HearingSpec, where: str, most: int) -> Clip:
+    with closing(_heard(data, where, None, most)) as blocks:
+        made = streamed_log_mel(_long_enough(blocks, where), spec.tower.num_bins, spec.piece * HOP)
+    return Clip((_whole(made),), made.num_heard / RATE)
+
+
 def samples_of(data: bytes, where: str, longest: float | None = None) -> np.ndarray:
     """[n] float32 at 16 kHz, the mean of all channels. longest: seconds that a model hears, if it hears no more. Raises as
     `read_sound`."""
+    with closing(_heard(data, where, longest, MAX_SECONDS)) as blocks:
+        return np.concatenate([np.empty(0, np.float32), *_long_enough(blocks, where)])
+
+
+def _long_enough(blocks: Iterable[np.ndarray], where: str) -> Iterator[np.ndarray]:
+    count = 0
+    for block in blocks:
+        count += len(block)
+        yield block
+    if count < MIN_SECONDS * RATE:
+        raise UsageError(f"{where} is shorter than {MIN_SECONDS} seconds", "there is nothing in it to be heard")
+
+
+def _heard(data: bytes, where: str, longest: float | None, most: int) -> Generator[np.ndarray, None, None]:
+    """Samples at 16 kHz, as they are decoded. most: seconds that there may be."""
     kind = SOUND.known(data, where)
     if kind == "wav":
         wave = read_wave(data, where)
@@ -65,15 +103,11 @@ def samples_of(data: bytes, where: str, longest: float | None = None) -> np.ndar
         if not MIN_RATE <= rate <= MAX_RATE:
             told = f"{where} has {rate} samples a second; what is heard is {MIN_RATE} to {MAX_RATE}"
             raise UsageError(told, "save it at 16 kHz")
-        checked = _checked(blocks, rate, channels, longest, where)
-        samples = np.concatenate([np.empty(0, np.float32), *resampled(checked, rate, RATE)])
-    if len(samples) < MIN_SECONDS * RATE:
-        raise UsageError(f"{where} is shorter than {MIN_SECONDS} seconds", "there is nothing in it to be heard")
-    return samples
+        yield from resampled(_checked(blocks, rate, channels, longest, most, where), rate, RATE)
 
 
 def _checked(
-    blocks: Iterable[np.ndarray], rate: int, channels: int, longest: float | None, where: str
+    blocks: Iterable[np.ndarray], rate: int, channels: int, longest: float | None, most: int, where: str
 ) -> Iterator[np.ndarray]:
     """Numbers that are none, and a sound without end, are found as they come."""
     count = 0
@@ -81,10 +115,10 @@ def _checked(
         count += len(block)
         if longest is not None and count > (longest + 1) * rate:
             raise _too_long(where, longest)
-        if count > MAX_SECONDS * rate:
-            raise UsageError(f"{where} is longer than {MAX_SECONDS // 60} minutes", "cut it into pieces")
-        if count * channels > MAX_SAMPLES:
-            told = f"{where} has more than {MAX_SAMPLES // 10**6} million samples, in {channels} channels"
+        if count > most * rate:
+            raise _LongerError(f"{where} is longer than {most // 60} minutes", "cut it into pieces")
+        if count * channels > most * SAMPLES_A_SECOND:
+            told = f"{where} has more than {most * SAMPLES_A_SECOND // 10**6} million samples, in {channels} channels"
             raise UsageError(told, "one channel at 16 kHz is what is heard")
         if not np.isfinite(block).all():
             raise UsageError(f"{where} is damaged: it has samples that are no numbers", "save or send it again")
@@ -119,10 +153,6 @@ def _parts(samples: np.ndarray, length: int) -> list[np.ndarray]:
 def _whisper(samples: np.ndarray, spec: HearingSpec) -> list[Sound]:
     heard = len(samples)
     padded = max(heard, spec.least)
-    if spec.leads:  # which of it is heard at once follows from what is said in it; silence fills up what is shorter than that
-        silence = np.zeros(max(0, spec.piece * HOP - heard), np.float32)
-        values = log_mel(np.concatenate([samples, silence]), spec.tower.num_bins)
-        return [_sound(values, heard // HOP)]
     counted = -(-heard // HOP)
     if spec.padded:
         padded = -(-padded // (spec.piece * HOP)) * spec.piece * HOP
@@ -135,6 +165,12 @@ def _whisper(samples: np.ndarray, spec: HearingSpec) -> list[Sound]:
         values = values[:counted]
     pieces = [(first, values[first : first + spec.piece]) for first in range(0, counted, spec.piece)]
     return [_sound(piece, min(counted - first, len(piece))) for first, piece in pieces]
+
+
+def _whole(made: Streamed) -> Sound:
+    """Of a sound that is not cut: which of it is heard at once follows from what is said in it."""
+    values = b"".join([part.astype("<f4", copy=False).data for part in made.parts])
+    return Sound.of(values, sum(map(len, made.parts)), made.num_heard // HOP, made.parts[0].shape[1])
 
 
 def _numbered(piece: Sound, ordinal: int) -> Sound:

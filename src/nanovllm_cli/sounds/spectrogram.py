@@ -12,7 +12,9 @@ torchaudio's, as Granite Speech has them: Whisper's frames, transformed as 512 p
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
+from typing import NamedTuple
 
 import numpy as np
 
@@ -27,6 +29,60 @@ def log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
     return _of_powers(samples, len(samples) // HOP, mel_bands(bins), WINDOW)
 
 
+class Streamed(NamedTuple):
+    """A spectrogram of a sound in parts [n, bins] float32 that follow each other, and how many samples there were, without
+    silence behind them."""
+
+    parts: list[np.ndarray]
+    num_heard: int
+
+
+def streamed_log_mel(blocks: Iterable[np.ndarray], bins: int, least: int) -> Streamed:
+    """What `log_mel` makes of all blocks together, to the bit, without their samples ever being there at once: an hour of these
+    takes 230 MB. least: samples that a shorter sound is filled up to, by silence; more than 200."""
+    parts: list[np.ndarray] = []
+    bands, half, step = mel_bands(bins), WINDOW // 2, (_TOGETHER - 1) * HOP + WINDOW
+    held, count, heard = np.empty(0, np.float32), 0, 0
+    for block, is_heard in _filled_up(blocks, least):
+        held, before, count = np.concatenate([held, block]), count, count + len(block)
+        heard += len(block) if is_heard else 0
+        if count <= half:
+            continue
+        held = np.concatenate([held[half:0:-1], held]) if before <= half else held
+        while len(held) >= step:
+            parts.append(_logs(held[:step], bands, WINDOW))
+            held = held[_TOGETHER * HOP :]
+    left = count // HOP - len(parts) * _TOGETHER
+    held = np.concatenate([held, held[-2 : -half - 2 : -1]])
+    while left > 0:
+        parts.append(_logs(held[:step], bands, WINDOW)[:left])
+        held, left = held[_TOGETHER * HOP :], left - _TOGETHER
+    lowest = max(float(part.max()) for part in parts) - 8
+    for part in parts:
+        np.maximum(part, np.float32(lowest), out=part)
+        part += 4
+        part /= 4
+    return Streamed(parts, heard)
+
+
+def _filled_up(blocks: Iterable[np.ndarray], least: int) -> Iterator[tuple[np.ndarray, bool]]:
+    count = 0
+    for block in blocks:
+        count += len(block)
+        yield block.astype(np.float32, copy=False), True
+    yield np.zeros(max(0, least - count), np.float32), False
+
+
+def _logs(samples: np.ndarray, bands: np.ndarray, points: int) -> np.ndarray:
+    """[n] with all that frames reach over -> [frames, bins] float32, of which nothing is raised yet."""
+    frames = np.lib.stride_tricks.sliding_window_view(samples, WINDOW)[::HOP]
+    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
+    spectrum = np.fft.rfft(frames * window, points, axis=1)
+    power = spectrum.real**2 + spectrum.imag**2
+    logs: np.ndarray = np.log10(np.maximum(power @ bands, 1e-10)).astype(np.float32)
+    return logs
+
+
 def paired_log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
     """[n] float32 at 16 kHz, more than 200 of them -> [n // 160 + 1 or one less, an even number, bins] float32."""
     return _of_powers(samples, (len(samples) // HOP + 1) // 2 * 2, _universal_bands(bins), _POINTS)
@@ -35,13 +91,10 @@ def paired_log_mel(samples: np.ndarray, bins: int) -> np.ndarray:
 def _of_powers(samples: np.ndarray, count: int, bands: np.ndarray, points: int) -> np.ndarray:
     """bands: of frames that are transformed as so many points."""
     padded = np.pad(samples.astype(np.float32), WINDOW // 2, mode="reflect")
-    frames = np.lib.stride_tricks.sliding_window_view(padded, WINDOW)[::HOP]
-    window = 0.5 - 0.5 * np.cos(2 * np.pi * np.arange(WINDOW) / WINDOW)
     out = np.empty((count, bands.shape[1]), np.float32)
     for first in range(0, count, _TOGETHER):
-        spectrum = np.fft.rfft(frames[first : min(first + _TOGETHER, count)] * window, points, axis=1)
-        power = spectrum.real**2 + spectrum.imag**2
-        out[first : first + _TOGETHER] = np.log10(np.maximum(power @ bands, 1e-10))
+        end = min(first + _TOGETHER, count)
+        out[first:end] = _logs(padded[first * HOP : (end - 1) * HOP + WINDOW], bands, points)
     if count:
         np.maximum(out, out.max() - 8, out=out)
     return (out + 4) / 4

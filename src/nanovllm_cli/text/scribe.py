@@ -7,13 +7,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from nanovllm_cli.constraint import TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import Sound, TokenIds
+
+if TYPE_CHECKING:
+    from nanovllm_cli.text.tokenizer import Tokenizer
 
 Task = Literal["transcribe", "translate"]
 SECONDS = 0.02
@@ -28,7 +30,8 @@ class Scribe(NamedTuple):
     """Ids of tokens. start: of what an answer is given to begin with; end: of an answer; sound: stands for what is heard;
     untimed: says that there are no times, which are the tokens behind it; previous: in front of what was written before; nothing:
     means that nobody speaks; None where a vocabulary has none. tasks, languages: by name and by code; none of a model that knows
-    English alone. bans, first_bans, latest: see `TranscriptRules`. text_len: most tokens of a text, with what it begins with."""
+    English alone. bans, first_bans, latest: see `TranscriptRules`. text_len: most tokens of a text, with what it begins with.
+    heads: see `Alignment`."""
 
     start: int
     end: int
@@ -42,6 +45,7 @@ class Scribe(NamedTuple):
     first_bans: tuple[int, ...]
     latest: int | None
     text_len: int
+    heads: tuple[tuple[int, int], ...]
 
     @property
     def first_time(self) -> int:
@@ -102,7 +106,23 @@ def scribe_of(hearing: HearingSpec | None, tokenizer: Tokenizer, config: Mapping
         first_bans=_ids(config, "begin_suppress_tokens"),
         latest=latest,
         text_len=max_len - rows,
+        heads=_heads(config.get("alignment_heads"), *hearing.decoder),
     )  # fmt: skip
+
+
+def _heads(listed: Any, layers: int, heads: int) -> tuple[tuple[int, int], ...]:
+    """Where the files name none, all in the later half of the layers, as OpenAI's code has it."""
+    if listed is None:
+        return tuple([(layer, head) for layer in range(layers // 2, layers) for head in range(heads)])
+
+    def is_head(pair: Any) -> bool:
+        is_pair = isinstance(pair, list) and len(pair) == 2 and all(type(number) is int for number in pair)
+        return is_pair and 0 <= pair[0] < layers and 0 <= pair[1] < heads
+
+    if not isinstance(listed, list) or not 1 <= len(listed) <= layers * heads or not all(map(is_head, listed)):
+        told = f"must be a list of [layer, head], of {layers} layers and {heads} heads"
+        raise CheckpointError(f"generation_config.json: 'alignment_heads' {told}")
+    return tuple([(layer, head) for layer, head in listed])
 
 
 def _ids(config: Mapping[str, Any], key: str) -> tuple[int, ...]:

@@ -6,6 +6,7 @@ As OpenAI's code and transformers' have them.
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Collection, Mapping
 
 from nanovllm_cli.errors import UsageError
@@ -39,5 +40,14 @@ def language_of(given: str, known: Collection[str]) -> str:
     word = given.strip().lower()
     code = _CODES.get(word) or word.replace("_", "-").partition("-")[0]
     if code not in known:
-        raise UsageError(f"this model does not know the language {given[:40]!r}", f"known are {', '.join(sorted(known))}")
+        raise UsageError(f"this model does not know the language {given[:40]!r}", nearest(word, known))
     return code
+
+
+def nearest(word: str, known: Collection[str]) -> str:
+    """What is said of a word that is no language: those whose names are like it, or all codes."""
+    names = {name: code for name, code in _CODES.items() if code in known}
+    near = difflib.get_close_matches(word[:40], names, n=3)
+    if near:
+        return f"near it: {', '.join(f'{name} ({names[name]})' for name in near)}"
+    return f"known are {', '.join(sorted(known))}"

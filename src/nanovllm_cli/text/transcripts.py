@@ -7,11 +7,14 @@ from __future__ import annotations
 
 import re
 from collections.abc import Mapping
-from typing import Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Transcript
-from nanovllm_cli.text.tokenizer import Tokenizer
+from nanovllm_cli.text.spoken import nearest
+
+if TYPE_CHECKING:
+    from nanovllm_cli.text.tokenizer import Tokenizer
 
 LANGUAGES: Mapping[str, str] = {
     "ar": "Arabic", "cs": "Czech", "da": "Danish", "de": "German", "el": "Greek", "en": "English", "es": "Spanish",
@@ -63,5 +66,5 @@ def language_of(given: str) -> str:
     word = given.strip().lower()
     code = _CODES.get(word) or word.replace("_", "-").partition("-")[0]
     if code not in LANGUAGES:
-        raise UsageError(f"no model here knows the language {given[:40]!r}", f"known are {', '.join(LANGUAGES)}")
+        raise UsageError(f"no model here knows the language {given[:40]!r}", nearest(word, LANGUAGES))
     return code

@@ -1,0 +1,90 @@
+"""A program: a file with a sound in it on standard input, such as a video's, and on standard output what `decoder.py` writes of a
+sound: a line of JSON (its codec, rate and number of channels; or a text, why there is none), then its samples, float32, the
+channels of each frame behind each other.
+
+It reads a line of JSON first: FFmpeg's name of the container. FFmpeg finds neither another container nor another file. Status 3:
+there is no PyAV here. In a process of its own, as `decoder.py` is, and like that it imports nothing of the package.
+"""
+
+import contextlib
+import json
+import sys
+from io import BytesIO
+from typing import Any
+
+SECONDS, BYTES = 600, 6 << 30
+"""Of a processor, and of memory."""
+NO_LIBRARY = 3
+NO_SOUND = "no sound"
+"""Why there is none; else it is the name of a codec."""
+CODECS = (
+    "aac", "mp3", "mp2", "mp1", "opus", "vorbis", "flac", "alac", "ac3", "eac3", "amrnb", "amrwb", "wmav1", "wmav2", "dts",
+    "truehd", "adpcm_ima_qt", "adpcm_ima_wav", "adpcm_ms", "adpcm_swf", "nellymoser", "speex", "gsm", "gsm_ms", "qdm2", "mlp",
+)  # fmt: skip
+"""And all whose names begin with pcm_."""
+
+
+def main() -> int:
+    _limit()
+    try:
+        import av
+    except ImportError:
+        return NO_LIBRARY
+    container = json.loads(sys.stdin.buffer.readline(200))
+    data, out = BytesIO(sys.stdin.buffer.read()), sys.stdout.buffer
+    with av.open(data, format=container, io_open=_nothing_else, metadata_errors="replace") as file:
+        stream = next(iter(file.streams.audio), None)
+        if stream is None or stream.codec_context is None:
+            return _say(NO_SOUND)
+        if not ((name := stream.codec_context.codec.canonical_name) in CODECS or name.startswith("pcm_")):
+            return _say(name[:40])
+        first = True
+        resampler: Any = None
+        for packet in file.demux(stream):
+            for frame in _decoded(av, packet):
+                if first:  # whatever comes behind it is made alike
+                    _say([name, frame.sample_rate, frame.layout.nb_channels])
+                    resampler = av.AudioResampler(format="flt", layout=frame.layout.name, rate=frame.sample_rate)
+                    first = False
+                for plain in resampler.resample(frame):
+                    _write(out, plain)
+        if first:
+            return _say(NO_SOUND)
+        for plain in resampler.resample(None):
+            _write(out, plain)
+    return 0
+
+
+def _decoded(av: Any, packet: Any) -> Any:
+    """Of what is damaged nothing, as players have it."""
+    with contextlib.suppress(av.error.InvalidDataError):
+        return packet.decode()
+    return ()
+
+
+def _write(out: Any, frame: Any) -> None:
+    out.write(memoryview(frame.planes[0])[: 4 * frame.samples * frame.layout.nb_channels])
+
+
+def _nothing_else(*_: Any) -> Any:
+    raise OSError("a sound is one file")
+
+
+def _say(told: Any) -> int:
+    sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
+    sys.stdout.buffer.flush()
+    return 0
+
+
+def _limit() -> None:
+    with contextlib.suppress(ImportError, OSError, ValueError):
+        import resource
+
+        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
+        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
+        if hasattr(resource, "prlimit"):  # Linux: elsewhere much more is mapped than there is
+            resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
