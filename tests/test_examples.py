@@ -38,9 +38,9 @@ SHORT = {
     "WARMUP": "0", "CTX_SIZE": "1024", "NUM_PROMPTS": "2", "INPUT_LEN": "16", "OUTPUT_LEN": "8",
 }  # fmt: skip
 MODELS = dict.fromkeys(
-    ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m", "lightonocr:1b", "paddleocr-vl", "glm-ocr"), "seeing"
+    ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m", "lightonocr:1b", "paddleocr-vl", "glm-ocr", "deepseek-ocr"), "seeing"
 ) | {
-    "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing", "gemma4:e2b": "perceiving",
+    "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing", "granite-speech:1b": "hearing", "gemma4:e2b": "perceiving",
 }  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
 NOT_RUN = {
@@ -52,6 +52,8 @@ NOT_RUN = {
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
     r"--algorithm imatrix": "takes ten seconds; tests/test_importance.py has it",
     r"audio/transcriptions": "the stand-in server reads no forms; tests/test_transcripts.py has it",
+    r"run whisper:": "no stand-in transcribes; tests/test_whisper_doors.py has it",
+    r"--video": "no stand-in sees videos; tests/test_videos.py has it",
     r"models pull": "asks the hub; tests/test_models_command.py has one",
     r"models rm": "nothing is in the cache; tests/test_models_command.py has it",
     r"nanovllm serve": "runs until it is ended; tests/test_serve_command.py has it",

@@ -155,6 +155,7 @@ class _Watched:
     def __init__(self, block: Block, found: list[torch.Tensor]) -> None:
         self._block = block
         self._found = found
+        self.looks = block.looks
 
     def __call__(self, x: Addend | None, residual: torch.Tensor, *rest: Any) -> Addend | None:
         stream = residual.clone()
