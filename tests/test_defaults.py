@@ -149,6 +149,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
     "Ovis2": ("text_config", {"hidden_size": 1536}),
     "Qwen2Audio": ("audio_config", {}),
     "CohereCompass": ("text_config", {"hidden_size": 3584}),
+    "GraniteSpeech": ("projector_config", {"encoder_hidden_size": 1024, "cross_attention_frequency": 1}),
     "Janus": ("text_config", {"hidden_size": 2048}),
     "Llama4": ("vision_config", {"intermediate_size": 3072, "vision_output_dim": 4096}),
     "Qwen": ("text_config", {"hidden_size": 3584}),
