@@ -69,9 +69,10 @@ class BlockManager:
 
         False, and nothing changes, where fewer than `headroom` blocks would then be available, or no state is. `num_computed`
         becomes the number of tokens found; the last token is never among them, because its logits are wanted. brings_state: the
-        caller writes the state that belongs behind all tokens, so that none is needed behind what is found.
+        caller draws nothing, and writes near parts and the state that belongs behind all tokens: all that is known is found.
         """
-        known = self.known(sequence, self._num_reusable(sequence)) if use_cache else []
+        limit = None if brings_state else self._num_reusable(sequence)
+        known = self.known(sequence, limit) if use_cache else []
         entries = known if brings_state else self._usable(known, sequence)
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
