@@ -71,6 +71,7 @@ class Engine:
         assert self.manager.admit(sequence, 0)
         while sequence.num_computed < len(ids):
             end = min(len(ids), sequence.num_computed + SIZE)
+            self.manager.slide([sequence])
             assert not self.manager.lacks(sequence, end)
             assert self.manager.grow(sequence, end) is None
             index = (end - 1) // SIZE

@@ -8,6 +8,7 @@ live here; the memory is `attention/kv_cache.py`'s. Sequences write only into bl
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from nanovllm_cli.engine.near import NearParts, NearRoom
 from nanovllm_cli.engine.plan import Copy
@@ -156,6 +157,12 @@ class BlockManager:
     def num_changes(self) -> int:
         """Grows with all but blocks that may let somebody enter who could not before."""
         return self.states.pool.num_changes + self.near.num_changes
+
+    def slide(self, running: Iterable[Sequence]) -> None:
+        """Takes back near parts that none of these sees from its next token on."""
+        if self.near.num_parts:
+            for sequence in running:
+                self.near.slide(sequence)
 
     def chunk(self, sequence: Sequence, limit: int) -> int:
         """How many tokens of its prompt, of `limit` at most, may be computed at once."""
