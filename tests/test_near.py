@@ -20,6 +20,7 @@ from nanovllm_cli.attention.kv_cache import KVCache, near_bytes
 from nanovllm_cli.attention.reach import near_reach
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine import near
+from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.memory import CacheSize, Near, near_of, size_cache
 from nanovllm_cli.engine.near import NearParts, NearRoom
@@ -146,6 +147,22 @@ def test_a_long_answer_holds_no_more_than_it_sees(short: None, ahead: bool) -> N
         engine.step()
         held.append(len(engine._blocks.near._holders))
     assert max(held) == 3 + ahead  # blocks that 8 tokens may lie in, and that of the step that runs ahead
+    assert not model.violations
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_who_lacks_parts_is_asked_again_when_there_are_more(short: None, ahead: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Not whenever others let go of one and take the next: each time costs a walk along a prompt, and a step that runs ahead."""
+    asked = list[bool]()
+    admit = BlockManager.admit
+    monkeypatch.setattr(BlockManager, "admit", lambda *args, **told: asked.append(admit(*args, **told)) or asked[-1])
+    engine, model = make_engine(near=NearRoom(15, 8), ahead=ahead, max_num_batched_tokens=40, num_blocks=400)
+    for i in range(6):
+        engine.add(str(i), [i] * (6 + i), SamplingParams(temperature=0.0, max_tokens=100))
+    outputs = drain(engine)
+    assert [len(each.outputs[0].token_ids) for each in outputs.values()] == [100] * 6
+    assert sum(asked) == 6
+    assert 1 <= asked.count(False) <= 6
     assert not model.violations
 
 

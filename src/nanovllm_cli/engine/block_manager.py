@@ -153,11 +153,6 @@ class BlockManager:
         self.states.use(usable)
         self.near.use(usable)
 
-    @property
-    def num_changes(self) -> int:
-        """Grows with all but blocks that may let somebody enter who could not before."""
-        return self.states.pool.num_changes + self.near.num_changes
-
     def slide(self, running: Iterable[Sequence]) -> None:
         """Takes back near parts that none of these sees from its next token on."""
         if self.near.num_parts:

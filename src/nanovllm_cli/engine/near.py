@@ -48,8 +48,6 @@ class NearParts:
         self._parts: dict[int, int] = {}
         """Of blocks that have theirs."""
         self._free = list(range(self.num_parts - 1, -1, -1))
-        self.num_changes = 0
-        """Grows when a part becomes idle."""
 
     @property
     def num_available(self) -> int:
@@ -192,4 +190,3 @@ class NearParts:
         if self._holders[block] == 0:
             del self._holders[block]
             self._idle[block] = None
-            self.num_changes += 1
