@@ -26,8 +26,8 @@ class FakeModel:
 
     before, midway: called with each plan before anything is done and when everything is written; may raise.
     draw_error: message for a sequence, or None. drop, empty: sequences without a draw, and with one of no token.
-    script: the answer of every sequence, instead of what the chain says. near: what layers with a window keep, which is checked
-    apart, and may be there of so many blocks.
+    script: the answer of every sequence, instead of what the chain says. repeats: answers mostly go on as they went before, so
+    that guesses hold. near: what layers with a window keep, which is checked apart, and may be there of so many blocks.
     """
 
     def __init__(
@@ -47,6 +47,7 @@ class FakeModel:
         self.drop: set[int] = set()
         self.empty: set[int] = set()
         self.script: list[int] | None = None
+        self.repeats = False
         self.closed = False
 
     def execute(self, plan: Plan) -> StepOutput:
@@ -74,9 +75,9 @@ class FakeModel:
         drawn: list[Drawn] = []
         logprobs: dict[int, list[TokenLogprobs]] = {}
         for scheduled in plan.scheduled:
-            chain = self._read(scheduled)
+            chains = self._read(scheduled)
             wanted = [seq_id for seq_id in scheduled.draws if seq_id not in self.drop]
-            drawn.extend(self._draw(scheduled, seq_id, chain) for seq_id in wanted)
+            drawn.extend(self._draw(scheduled, seq_id, chains) for seq_id in wanted)
             if scheduled.prompt_logprobs is not None:
                 logprobs[scheduled.seq_id] = [TokenLogprobs(each, -1.0, 1, ()) for each in scheduled.targets]
         return StepOutput(drawn, logprobs)
@@ -99,24 +100,26 @@ class FakeModel:
                 self._expect(0 <= scheduled.near_table[block] < self.near.num_parts, "a part that is not there")
                 self.near_memory.setdefault(scheduled.near_table[block], {})[offset] = (token, chain)
 
-    def _read(self, scheduled: Scheduled) -> int:
-        chain = 0
+    def _read(self, scheduled: Scheduled) -> list[int]:
+        """The chain at each position."""
+        chain, chains = 0, list[int]()
         for position in range(scheduled.start + len(scheduled.token_ids)):
             token, kept = self._at(scheduled, position)
             chain = hash((chain, token))
+            chains.append(chain)
             if kept != chain:
                 self._expect(False, f"sequence {scheduled.seq_id} reads foreign K and V at {position}")
             if self.near.num_parts and position > scheduled.start - self.near.reach:
                 block, offset = divmod(position, self.block_size)
                 near = self.near_memory.get(scheduled.near_table[block], {}).get(offset)
                 self._expect(near == (token, kept), f"sequence {scheduled.seq_id} lacks what a window sees at {position}")
-        return chain
+        return chains
 
     def _at(self, scheduled: Scheduled, position: int) -> tuple[int, int]:
         block, offset = divmod(position, self.block_size)
         return self.memory.get((scheduled.block_table[block], offset), (-1, -1))
 
-    def _draw(self, scheduled: Scheduled, seq_id: int, chain: int) -> Drawn:
+    def _draw(self, scheduled: Scheduled, seq_id: int, chains: list[int]) -> Drawn:
         if seq_id not in self.known:
             self._expect(False, f"sequence {seq_id} draws without being introduced")
             return Drawn(seq_id, [], None, "unknown")
@@ -125,13 +128,21 @@ class FakeModel:
             return Drawn(seq_id, [], None, error)
         if seq_id in self.empty:
             return Drawn(seq_id, [])
-        params = self.known[seq_id].params
-        token = (chain if params.is_greedy else hash((chain, self.known[seq_id].seed))) % VOCAB
+        params, tokens = self.known[seq_id].params, list[int]()
+        for guess in (*scheduled.guesses, None):
+            end = len(chains) - scheduled.num_guesses + len(tokens)
+            tokens.append(self._token(self.known[seq_id], chains[end - 1], end, self._at(scheduled, end - 1)[0]))
+            if tokens[-1] != guess:
+                break
+        logprobs = None if params.logprobs is None else [TokenLogprobs(token, -0.5, 1, ()) for token in tokens]
+        return Drawn(seq_id, tokens, logprobs)
+
+    def _token(self, new: NewSequence, chain: int, end: int, last: int) -> int:
+        """What follows the first `end` tokens of a sequence, of which this is the last."""
         if self.script is not None:
-            end = scheduled.start + len(scheduled.token_ids)
-            token = self.script[end - len(self.known[seq_id].prompt_ids)]
-        logprobs = None if params.logprobs is None else [TokenLogprobs(token, -0.5, 1, ())]
-        return Drawn(seq_id, [token], logprobs)
+            return self.script[end - len(new.prompt_ids)]
+        drawn = chain if new.params.is_greedy else hash((chain, new.seed))
+        return (last + 1) % 5 if self.repeats and drawn % 8 else drawn % VOCAB
 
     def _expect(self, holds: bool, message: str) -> None:
         if not holds:

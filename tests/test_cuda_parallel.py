@@ -17,6 +17,7 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import emulation_alone
 from emulation.late import LateDevice
 from engines import engine_for, random_model, run, save
+from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine import platforms, ranks
@@ -208,6 +209,41 @@ def test_the_gpu_with_the_least_room_says_how_large_the_cache_is(
     shares = ranks.Ranks.least_share
     monkeypatch.setattr(ranks.Ranks, "least_share", lambda self: min(50.5, shares(self)))
     assert num_blocks(2) == 50
+
+
+def test_near_parts_leave_no_gpu_with_too_little_room(
+    quick: RankServer, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    """Where one has a draft model, too, each block takes more of it than of the others, and each near part does not."""
+    kinds = {"layer_types": ["sliding_attention", "full_attention"], "use_sliding_window": True, "sliding_window": 20}
+    shape = SHAPE | {"num_hidden_layers": 2, "max_position_embeddings": 8192}
+    windowed = save(random_model(Qwen3Config(**shape | kinds), dtype=torch.bfloat16), tmp_path / "windowed")
+    draft = save(random_model(Qwen3Config(**shape), dtype=torch.bfloat16), tmp_path / "draft")
+    room = 1 << 21
+    monkeypatch.setattr(CudaPlatform, "cache_budget", lambda self, *models: room)
+    monkeypatch.setattr(ranks.Ranks, "least_share", lambda self: room / self._sizes[0].block_bytes)
+
+    def room_taken(**settings: Any) -> tuple[int, int]:
+        told = {"num_blocks": None, "max_num_seqs": 2, "max_num_batched_tokens": 64}
+        worker = worker_on(windowed, EmulatedDevice(), **told | settings)
+        worker.close()
+        return sum(taken), worker.near.num_parts
+
+    taken = list[int]()
+    make = KVCache.__init__
+
+    def counted(cache: KVCache, *args: Any) -> None:
+        make(cache, *args)
+        taken.append(sum(side.nbytes for layer in cache.layers for side in layer))
+
+    monkeypatch.setattr(KVCache, "__init__", counted)
+    num_bytes, num_parts = room_taken()
+    assert num_parts
+    assert 0.9 * room < num_bytes <= room
+    taken.clear()
+    num_bytes, num_parts = room_taken(draft_model=str(draft), num_speculative_tokens=2)
+    assert 0.9 * room < num_bytes <= room
+    assert not num_parts
 
 
 def test_a_process_that_is_lost_ends_the_step(folder: Path, quick: RankServer) -> None:

@@ -8,6 +8,7 @@ live here; the memory is `attention/kv_cache.py`'s. Sequences write only into bl
 from __future__ import annotations
 
 from collections import OrderedDict
+from collections.abc import Iterable
 
 from nanovllm_cli.engine.near import NearParts, NearRoom
 from nanovllm_cli.engine.plan import Copy
@@ -69,9 +70,10 @@ class BlockManager:
 
         False, and nothing changes, where fewer than `headroom` blocks would then be available, or no state is. `num_computed`
         becomes the number of tokens found; the last token is never among them, because its logits are wanted. brings_state: the
-        caller writes the state that belongs behind all tokens, so that none is needed behind what is found.
+        caller draws nothing, and writes near parts and the state that belongs behind all tokens: all that is known is found.
         """
-        known = self.known(sequence, self._num_reusable(sequence)) if use_cache else []
+        limit = None if brings_state else self._num_reusable(sequence)
+        known = self.known(sequence, limit) if use_cache else []
         entries = known if brings_state else self._usable(known, sequence)
         fresh = self.blocks_for(len(sequence.token_ids)) - len(entries)
         revived = sum(1 for entry in entries if self._references[entry.block] == 0)
@@ -151,10 +153,11 @@ class BlockManager:
         self.states.use(usable)
         self.near.use(usable)
 
-    @property
-    def num_changes(self) -> int:
-        """Grows with all but blocks that may let somebody enter who could not before."""
-        return self.states.pool.num_changes + self.near.num_changes
+    def slide(self, running: Iterable[Sequence]) -> None:
+        """Takes back near parts that none of these sees from its next token on."""
+        if self.near.num_parts:
+            for sequence in running:
+                self.near.slide(sequence)
 
     def chunk(self, sequence: Sequence, limit: int) -> int:
         """How many tokens of its prompt, of `limit` at most, may be computed at once."""

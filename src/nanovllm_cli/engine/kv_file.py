@@ -254,6 +254,7 @@ class _Loading:
         """Blocks of the cache that have what is in the file: they make no room for each other."""
         pool = blocks.states.pool
         self._states_left = pool.num_free + pool.num_kept
+        self._parts_left = blocks.near.num_available
         self._firsts = [0, *(end for end, _ in self._header.ends())]
         self._loaded: list[_Loaded] = []
 
@@ -311,13 +312,14 @@ class _Loading:
         if (stretch.has_state and not self._states_left) or not self._blocks.admit(sequence, 0, brings_state=True):
             return None
         brings_state = stretch.has_state and is_whole  # else a prompt will see where it parts from another
-        lacks = set(stretch.lacks)
+        begin, there = len(before) // size, sequence.num_computed // size
         try:
-            begin = len(before) // size
-            for first, data in self._reader.blocks(index, len(known) - begin, end // size - begin):
+            start, whole = self._missing(stretch, sequence, begin)
+            for first, data in self._reader.blocks(index, start - begin, end // size - begin):
                 row = sequence.block_table[begin + first : begin + first + _at_once(self._header.block_bytes)]
                 for i, block in enumerate(row, first):
-                    self._blocks.near.fill(block, is_whole=i not in lacks)
+                    if i in whole or begin + i >= there:
+                        self._blocks.near.fill(block, is_whole=i in whole)
                 self._executor.write_blocks(row, self._blocks.near.parts_of(row), data)
             if brings_state:
                 self._executor.write_state(sequence.state, self._reader.state(index))
@@ -327,6 +329,17 @@ class _Loading:
         finally:
             self._blocks.release(sequence, has_sound_state=brings_state)
         return sequence
+
+    def _missing(self, stretch: Stretch, sequence: Sequence, begin: int) -> tuple[int, set[int]]:
+        """The first of the sequence's blocks that is not there, or has lost the near part that the stretch, which begins at
+        `begin`, has; and which of the stretch's are to get theirs: the last ones, where there are fewer than it has."""
+        blocks, near = sequence.block_table[begin:], self._blocks.near
+        kept = [i for i in range(len(blocks)) if i not in set(stretch.lacks)]
+        there = sequence.num_computed // self._header.block_size
+        start = next((i for i in kept if begin + i < there and not near.has(blocks[i])), there - begin)
+        whole = [i for i in kept if i >= start][-self._parts_left :] if self._parts_left else []
+        self._parts_left -= len(whole) if near.num_parts else 0
+        return begin + start, set(whole)
 
 
 class _Reader:

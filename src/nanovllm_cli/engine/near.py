@@ -48,8 +48,6 @@ class NearParts:
         self._parts: dict[int, int] = {}
         """Of blocks that have theirs."""
         self._free = list(range(self.num_parts - 1, -1, -1))
-        self.num_changes = 0
-        """Grows when a part becomes idle."""
 
     @property
     def num_available(self) -> int:
@@ -89,7 +87,6 @@ class NearParts:
         part that is left. One at least, as others may have to make way."""
         if not self.num_parts:
             return limit
-        self.slide(sequence)
         end = max(sequence.near_end, self._first(sequence.num_computed)) + self.num_available
         return min(limit, max(1, end * self._size - sequence.num_computed))
 
@@ -100,16 +97,15 @@ class NearParts:
 
     def slide(self, sequence: Sequence) -> None:
         """Lets go of what its next token doesn't see."""
-        first = min(self._first(sequence.num_computed), sequence.near_end) if self.num_parts else 0
+        first = min(self._first(sequence.num_computed), sequence.near_end)
         for index in range(sequence.near_start, first):
             self._let_go(sequence.block_table[index])
         sequence.near_start = max(sequence.near_start, first)
 
     def hold(self, sequence: Sequence, end: int) -> None:
-        """What it sees from its next token on, and what it writes up to `end`; that many parts must be available."""
+        """Beside what it holds, what it sees from its next token on and writes up to `end`; that many parts must be available."""
         if not self.num_parts:
             return
-        self.slide(sequence)
         start, stop = max(sequence.near_end, self._first(sequence.num_computed)), -(-end // self._size)
         if sequence.near_end < start:
             sequence.near_start = start
@@ -194,4 +190,3 @@ class NearParts:
         if self._holders[block] == 0:
             del self._holders[block]
             self._idle[block] = None
-            self.num_changes += 1

@@ -115,6 +115,10 @@ class Ranks:
             found.append(answer.budget / (sizes.block_bytes + sizes.state_bytes))
         return min(found)
 
+    def are_like(self, block_bytes: int, near_bytes: int) -> bool:
+        """Whether layers with a window have the same share of a block in each of the others as where it is of so many bytes."""
+        return all(each.near_bytes * block_bytes == near_bytes * each.block_bytes for each in self._sizes)
+
     @property
     def sizes(self) -> Sizes:
         """The sums over the others."""

@@ -9,10 +9,12 @@ from nanovllm_cli.engine.sequence import Sequence
 
 
 class _Refused(NamedTuple):
-    """room: blocks that there were beside those to be left; found: that hold its beginning; changes: of all else until then."""
+    """room, parts: blocks and near parts that there were beside those to be left; found: blocks that hold its beginning; changes:
+    of all else until then."""
 
     sequence: Sequence
     room: int
+    parts: int
     found: int
     changes: int
 
@@ -27,16 +29,18 @@ class Refusal:
     def note(self, sequence: Sequence, headroom: int) -> None:
         """There is no room for it."""
         blocks = self._blocks
-        room = blocks.num_available - headroom
-        self._last = _Refused(sequence, room, blocks.num_found(sequence), blocks.num_changes)
+        room, parts = blocks.num_available - headroom, blocks.near.num_available - headroom
+        self._last = _Refused(sequence, room, parts, blocks.num_found(sequence), blocks.states.pool.num_changes)
 
     def forget(self) -> None:
         """It has entered."""
         self._last = None
 
     def stands(self, sequence: Sequence, headroom: int) -> bool:
-        """Whether there was no room for it, and there is no more now, of blocks, of those that hold more of it, or else. O(1)."""
+        """Whether there was no room for it, and there is no more now of blocks, of those that hold more of it, or else. O(1)."""
         last, blocks = self._last, self._blocks
         if last is None or last.sequence is not sequence or blocks.num_available - headroom > last.room:
             return False
-        return last.changes == blocks.num_changes and not blocks.finds_more(sequence, last.found)
+        if blocks.near.num_available - headroom > last.parts or blocks.states.pool.num_changes != last.changes:
+            return False
+        return not blocks.finds_more(sequence, last.found)

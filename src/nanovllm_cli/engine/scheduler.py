@@ -98,6 +98,7 @@ class Scheduler:
         self.num_steps += 1
         self._members, self._scheduled, self._copies, self._state_copies = [], [], [], []
         self._budget = self._config.max_num_batched_tokens
+        self._blocks.slide(self.running)
         if self._config.policy == "priority":
             self._make_way_for_urgent()
         decodes: list[Sequence] = []
@@ -139,11 +140,12 @@ class Scheduler:
         if not going or num_running != len(self.running) or (self.waiting and self._could_enter()):
             return None
         growing = [(sequence, end) for sequence, end in going if end > self._blocks.num_writable(sequence)]
+        if growing:
+            self._blocks.slide(self.running)
         if len(growing) > self._blocks.num_spare:
             return None
-        for sequence, end in growing:
-            copy = self._blocks.grow(sequence, end)
-            assert copy is None, "a block that is being written is shared"
+        copies = [self._blocks.grow(sequence, end) for sequence, end in growing]
+        assert not any(copies), "a block that is being written is shared"
         self.num_steps += 1
         self._members, self._scheduled, self._copies, self._state_copies = [], [], [], []
         for sequence, end in going:
@@ -388,11 +390,9 @@ class Scheduler:
             self.running.sort(key=lambda each: each.step == self.num_steps)
 
     def _introduce(self) -> list[NewSequence]:
-        new: list[Sequence] = []
-        for sequence, share in zip(self._members, self._scheduled, strict=True):
-            if share.draws and not sequence.registered:
-                new += sequence.group
-        return [each.announce() for each in new]
+        shares = zip(self._members, self._scheduled, strict=True)
+        new = (sequence for sequence, share in shares if share.draws and not sequence.registered)
+        return [each.announce() for sequence in new for each in sequence.group]
 
     # What came back
 

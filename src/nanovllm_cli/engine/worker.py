@@ -155,6 +155,8 @@ class Worker(LoadedModel):
             own = self.block_bytes + self.state_bytes - self._others.block_bytes - self._others.state_bytes
             budget = int(min(budget / own, ranks.least_share()) * (self.block_bytes + self.state_bytes))
         near = near_of(self.spec, config, self.near_bytes + self._others.near_bytes, self._longest_image)
+        if ranks is not None and not shares and not ranks.are_like(sum(self._block_parts[:-1]), self.near_bytes):
+            near = None  # what of one's block is no near part is a larger share than of another's
         size = size_cache(config, self.spec.max_position, self.block_bytes, budget, self.state_bytes, near)
         self.num_blocks, self.max_model_len, self.num_states, num_near = size
         self.near = NearRoom() if near is None or not num_near else NearRoom(num_near, near.reach)
