@@ -32,7 +32,7 @@ from nanovllm_cli import LLM, EngineConfig, SamplingParams, processors, system
 from nanovllm_cli.bench.sweep import Sweep
 from nanovllm_cli.distributed.division import LEAST_ROWS, STEP, Division, bounds, own_parts
 from nanovllm_cli.engine import ranks
-from nanovllm_cli.engine.plan import NewSequence, Plan, Scheduled
+from nanovllm_cli.engine.plan import Copy, NewSequence, Plan, Scheduled
 from nanovllm_cli.engine.rank_messages import Begin, Line, Run, ToRank
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, LostProcessError, ModelNotFoundError, UnsupportedError, UsageError
@@ -476,9 +476,9 @@ def test_a_plan_crosses_as_it_is() -> None:
     ours, theirs = socket.socketpair()
     one: Line[ToRank] = Line(ours.detach(), ToRank, lambda: ends.append(None))
     other: Line[ToRank] = Line(theirs.detach(), ToRank, lambda: ends.append(None))
-    share = Scheduled(7, [1, 2, -2], 4, [3, 9], (7, 8), 2, (5, 6), 4, "mean", 1, True, True, 2)
+    share = Scheduled(7, [1, 2, -2], 4, [3, 9], (7, 8), 2, (5, 6), 4, "mean", 1, True, True, 2, near_table=[0, 5])
     new = NewSequence(7, [1, 2], SamplingParams(temperature=0.5, stop=("a",)), 11, (1,))
-    plan = Plan([share], [new], [3], [(1, 2)], [(0, 1)])
+    plan = Plan([share], [new], [3], [Copy(1, 2, 0, 5)], [(0, 1)])
     one.send(Run(plan))
     found = other.receive()
     assert isinstance(found, Run)
@@ -493,8 +493,8 @@ def test_a_plan_crosses_as_it_is() -> None:
         time.sleep(0.01)
 
 
-def test_processes_that_compute_together_give_back_alike(tmp_path: Path, quick: RankServer) -> None:
-    """What layers with a window keep (see `near.py`): of each a page of every side of a block, one head of 64 numbers."""
+def test_processes_that_compute_together_have_parts_alike(tmp_path: Path, quick: RankServer) -> None:
+    """What layers with a window keep (see `near.py`)."""
     heads = {"head_dim": 64, "num_attention_heads": 2, "num_key_value_heads": 2}
     shape = {"hidden_size": 64, "max_position_embeddings": 4096} | heads
     kinds = ["sliding_attention", "full_attention", "sliding_attention"]
