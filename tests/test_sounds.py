@@ -9,12 +9,14 @@ import subprocess
 import sys
 import wave as python_wave
 from pathlib import Path
-from typing import Any
+from types import ModuleType, SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
 
 from nanovllm_cli import sent as sent_
+from nanovllm_cli.children import start_decoder
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import RATE, EarSpec, HearingSpec, Transcript
 from nanovllm_cli.sounds import decoder, reading, wav
@@ -375,3 +377,17 @@ def test_a_sound_that_was_read_last_is_not_read_again(monkeypatch: pytest.Monkey
              ((QWEN3, "a", None), (QWEN3, "b", None), (QWEN3, "c", "salt"), (VOXTRAL, "d", None))]  # fmt: skip
     assert read == ["a", "c", "d"]
     assert clips[0] == clips[1] == clips[2] != clips[3]
+
+
+def test_a_decoder_runs_within_its_limits(tmp_path: Path) -> None:
+    resource = pytest.importorskip("resource")
+    if not hasattr(resource, "prlimit"):
+        pytest.skip("elsewhere memory has none")
+    (tmp_path / "program.py").write_text(
+        "import resource, sys\n"
+        "kinds = resource.RLIMIT_CORE, resource.RLIMIT_CPU, resource.RLIMIT_AS\n"
+        "print([resource.getrlimit(each)[0] for each in kinds], __name__, 'nanovllm_cli' in sys.modules)\n"
+    )
+    program = SimpleNamespace(__file__=str(tmp_path / "program.py"), SECONDS=7, BYTES=1 << 30)
+    out, _ = start_decoder(cast(ModuleType, program)).communicate(b"")
+    assert out.decode() == f"[0, 7, {1 << 30}] __main__ False\n"

@@ -10,7 +10,6 @@ nowhere, and whoever waits can end it. FFmpeg finds neither another container th
 of the package: it starts with every video.
 """
 
-import contextlib
 import json
 import sys
 from bisect import bisect_right
@@ -20,7 +19,7 @@ from io import BytesIO
 from typing import Any, NamedTuple
 
 SECONDS, BYTES = 600, 6 << 30
-"""Of a processor, and of memory."""
+"""Of a processor, and of memory; see `limited.py`."""
 NO_LIBRARY = 3
 NO_PICTURES, TOO_MANY = "no pictures", "too many frames"
 """Why there are none; else it is the name of a codec."""
@@ -50,7 +49,6 @@ class Listed(NamedTuple):
 
 
 def main() -> int:
-    _limit()
     try:
         import av
     except ImportError:
@@ -157,16 +155,6 @@ def _write(frame: Any) -> None:
 def _say(told: Any) -> None:
     sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
     sys.stdout.buffer.flush()
-
-
-def _limit() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        if hasattr(resource, "prlimit"):  # Linux: elsewhere much more is mapped than there is
-            resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
 
 
 if __name__ == "__main__":

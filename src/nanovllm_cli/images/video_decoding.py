@@ -6,15 +6,14 @@ import contextlib
 import itertools
 import json
 import subprocess
-import sys
 from bisect import bisect_right
 from collections.abc import Callable, Generator, Iterator, Sequence
 from dataclasses import dataclass
 from importlib.util import find_spec
 from io import BytesIO
-from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any, NoReturn
 
+from nanovllm_cli.children import start_decoder
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.images import video_decoder
 from nanovllm_cli.images.parts import too_many_parts
@@ -66,10 +65,7 @@ def opened(data: bytes, kind: str, where: str) -> Iterator[Film]:
     if find_spec("av") is None:
         told = f"{where} is a video, and PyAV is not installed"
         raise UnsupportedError(told, "pip install av, which brings FFmpeg along")
-    child = subprocess.Popen(
-        [sys.executable, "-P", str(Path(video_decoder.__file__))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    child = start_decoder(video_decoder)
     try:
         yield _decoding(child, data, kind, where)
     finally:

@@ -13,7 +13,7 @@ from io import BytesIO
 from typing import Any
 
 SECONDS, BYTES = 600, 6 << 30
-"""Of a processor, and of memory."""
+"""Of a processor, and of memory; see `limited.py`."""
 NO_LIBRARY = 3
 NO_SOUND = "no sound"
 """Why there is none; else it is the name of a codec."""
@@ -25,7 +25,6 @@ CODECS = (
 
 
 def main() -> int:
-    _limit()
     try:
         import av
     except ImportError:
@@ -74,16 +73,6 @@ def _say(told: Any) -> int:
     sys.stdout.buffer.write(json.dumps(told).encode() + b"\n")
     sys.stdout.buffer.flush()
     return 0
-
-
-def _limit() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        if hasattr(resource, "prlimit"):  # Linux: elsewhere much more is mapped than there is
-            resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
 
 
 if __name__ == "__main__":

@@ -5,19 +5,17 @@ In a process of its own, so that a file which breaks a decoder breaks nothing el
 nowhere, and whoever waits can end it. Imports nothing of the package: it starts with every sound.
 """
 
-import contextlib
 import json
 import sys
 from io import BytesIO
 
 SECONDS, BYTES = 600, 2 << 30
-"""Of a processor, and of memory."""
+"""Of a processor, and of memory; see `limited.py`."""
 NO_LIBRARY = 3
 _FRAMES = 1 << 16
 
 
 def main() -> int:
-    _limit()
     data = sys.stdin.buffer.read()
     try:
         import soundfile
@@ -30,16 +28,6 @@ def main() -> int:
         while block := bytes(file.buffer_read(_FRAMES, dtype="float32")):
             out.write(block)
     return 0
-
-
-def _limit() -> None:
-    with contextlib.suppress(ImportError, OSError, ValueError):
-        import resource
-
-        resource.setrlimit(resource.RLIMIT_CORE, (0, 0))
-        resource.setrlimit(resource.RLIMIT_CPU, (SECONDS, SECONDS))
-        if hasattr(resource, "prlimit"):  # Linux: elsewhere much more is mapped than there is
-            resource.setrlimit(resource.RLIMIT_AS, (BYTES, BYTES))
 
 
 if __name__ == "__main__":

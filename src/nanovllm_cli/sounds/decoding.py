@@ -6,15 +6,14 @@ from __future__ import annotations
 import contextlib
 import json
 import subprocess
-import sys
 from collections.abc import Generator
 from importlib.util import find_spec
-from pathlib import Path
 from types import ModuleType
 from typing import IO, NamedTuple
 
 import numpy as np
 
+from nanovllm_cli.children import start_decoder
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.sounds import container, decoder
 from nanovllm_cli.sounds.source import CONTAINERS
@@ -40,10 +39,7 @@ def decoded(data: bytes, kind: str, where: str) -> Decoded:
     program: ModuleType = container if kind in CONTAINERS else decoder
     if find_spec("av" if kind in CONTAINERS else "soundfile") is None:
         raise _no_library(where, kind)
-    child = subprocess.Popen(
-        [sys.executable, "-P", str(Path(str(program.__file__)))], stdin=subprocess.PIPE, stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-    )  # fmt: skip
+    child = start_decoder(program)
     try:
         assert child.stdin is not None
         assert child.stdout is not None
