@@ -6,23 +6,35 @@ can be a dict key. What the fields do to the logits, and in which order, is `eng
 
 from __future__ import annotations
 
-import reprlib
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from numbers import Integral, Real
 from typing import Any
 
-from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
+from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase, TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.samplers import MAX_STEPS, sampler_names
+from nanovllm_cli.sampling_fields import (
+    MAX_LOGIT_BIAS,
+    MAX_LOGIT_BIASES,
+    MAX_TOKEN_ID,
+    LogitBias,
+    adapters,
+    number,
+    refused,
+    shown,
+    strings,
+    token_biases,
+    token_ids,
+    whole_number,
+)
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this are greedy (vLLM's limit): dividing logits by them leaves nothing but the largest."""
 
 MAX_LOGPROBS = 100
 MAX_SEQUENCES = 128
-MAX_TOKEN_ID = 2**31 - 1
+MAX_BEAMS = 64
 MAX_TOKENS = 2**31 - 1
 MAX_REPEAT_SIZE = 1024
 
@@ -46,6 +58,7 @@ FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "mirostat_eta": (0.0, 10.0),
     "adaptive_target": (-1.0, 1.0),
     "adaptive_decay": (0.0, 1.0),
+    "length_penalty": (-8.0, 8.0),
 }
 INT_BOUNDS: dict[str, tuple[int, int]] = {
     "top_k": (-1, MAX_TOKEN_ID),
@@ -54,6 +67,7 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "dry_penalty_last_n": (-1, MAX_TOKENS),
     "mirostat": (0, 2),
     "n": (1, MAX_SEQUENCES),
+    "num_beams": (1, MAX_BEAMS),
     "min_tokens": (0, MAX_TOKENS),
     "max_repeats": (0, MAX_TOKENS),
     "max_repeat_size": (1, MAX_REPEAT_SIZE),
@@ -75,9 +89,13 @@ STRING_LISTS: dict[str, tuple[int, int]] = {
 }
 # Field -> most ids.
 ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
-MAX_LOGIT_BIASES = 1024
-MAX_LOGIT_BIAS = 100.0
 
+NOT_WITH_BEAMS = (
+    "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "xtc_probability", "mirostat",
+    "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop", "max_repeats",
+    "prompt_logprobs", "constraint", "transcript",
+)  # fmt: skip
+"""Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities."""
 ONLY_GGUF = (
     "penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers",
 )  # fmt: skip
@@ -125,6 +143,10 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     lora: which of the engine's adapters (`EngineConfig.lora_modules`) compute it: a name, a list of names, or a mapping of names
         to what each is multiplied by.
+    num_beams: from 2 on, answers are not drawn: of so many beginnings the likeliest are gone on with, token by token, and of the
+        answers that they come to the `n` best are given, at once and in the order of their scores (`engine/beams.py`), as
+        transformers' do_sample=False with num_beams does. length_penalty: a score is the sum of an answer's log-probabilities
+        over its length to this power. What changes logits, and what cuts answers short, has no part in it.
     constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it. transcript:
         that it is a Whisper's, with or without times.
 
@@ -197,37 +219,39 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     lora: Sequence[Lora] = ()
+    num_beams: int = 1
+    length_penalty: float = 1.0
     constraint: Constraint | None = None
     reasoning: ReasoningPhase | None = None
     transcript: TranscriptRules | None = None
 
     def __post_init__(self) -> None:
         for name, (low, high) in FLOAT_BOUNDS.items():
-            self._set(name, _number(name, getattr(self, name), low, high))
+            self._set(name, number(name, getattr(self, name), low, high))
         for name, bounds in INT_BOUNDS.items():
-            self._set(name, _int(name, getattr(self, name), *bounds))
+            self._set(name, whole_number(name, getattr(self, name), *bounds))
         for name, bounds in OPTIONAL_INT_BOUNDS.items():
             if getattr(self, name) is not None:
-                self._set(name, _int(name, getattr(self, name), *bounds))
+                self._set(name, whole_number(name, getattr(self, name), *bounds))
         for name in _FLAGS:
             if not isinstance(getattr(self, name), bool):
-                raise _refused(name, getattr(self, name), "true or false")
+                raise refused(name, getattr(self, name), "true or false")
         for name, (most, longest) in STRING_LISTS.items():
-            self._set(name, _strings(name, getattr(self, name), most, longest))
+            self._set(name, strings(name, getattr(self, name), most, longest))
         for name, most in ID_LISTS.items():
             if name != "allowed_token_ids" or self.allowed_token_ids is not None:
-                self._set(name, _ids(name, getattr(self, name), most))
+                self._set(name, token_ids(name, getattr(self, name), most))
         if self.allowed_token_ids == ():
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
         if self.samplers is not None:
             said = self.samplers
-            self._set("samplers", sampler_names(said if isinstance(said, str) else _strings("samplers", said, MAX_STEPS, 256)))
+            self._set("samplers", sampler_names(said if isinstance(said, str) else strings("samplers", said, MAX_STEPS, 256)))
         if self.logit_bias is not None:
-            self._set("logit_bias", _biases(self.logit_bias))
-        self._set("lora", _lora(self.lora))
+            self._set("logit_bias", token_biases(self.logit_bias))
+        self._set("lora", adapters(self.lora))
         for name, kind in _PLAIN.items():
             if not isinstance(getattr(self, name), kind | None):
-                raise _refused(name, getattr(self, name), f"a {kind.__name__}")
+                raise refused(name, getattr(self, name), f"a {kind.__name__}")
         if self.transcript is not None and self.is_guided:
             raise UsageError("a transcript has rules of its own, and takes no constraint and no budget")
         if self.top_k == -1:
@@ -245,6 +269,17 @@ class SamplingParams:
         if self.max_repeats and self.min_repeat_size > self.max_repeat_size:
             wrong = f"min_repeat_size ({self.min_repeat_size}) must not be above max_repeat_size ({self.max_repeat_size})"
             raise UsageError(wrong)
+        if self.num_beams > 1:
+            self._check_beams()
+
+    def _check_beams(self) -> None:
+        if self.n > self.num_beams:
+            raise UsageError(f"n ({self.n}) must not be above num_beams ({self.num_beams}), which is how many answers there are")
+        for name in NOT_WITH_BEAMS:
+            if getattr(self, name) != _DEFAULTS[name]:
+                raise UsageError(f"{name} has no part in a search by beams", "leave it out, or num_beams")
+        if self.is_guided:
+            raise UsageError("reasoning has no budget in a search by beams", "leave it out, or num_beams")
 
     @property
     def is_greedy(self) -> bool:
@@ -303,14 +338,17 @@ class SamplingParams:
             defaults["logit_bias"] = _bans(suppressed, vocab_size)
         do_sample = config.get("do_sample")
         if not isinstance(do_sample, bool | None):
-            raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {_shown(do_sample)}")
+            raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {shown(do_sample)}")
         if do_sample is False and "temperature" not in overrides:
             defaults["temperature"] = 0.0
         return cls(**defaults).under(overrides)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:
         """With what is `given` in its place; of the biases those of other tokens stay, as a model's own must. Where it leaves no
-        room for the max_tokens or min_tokens that are here, these follow it."""
+        room for the max_tokens or min_tokens that are here, these follow it; a model's own penalties and biases have no part in a
+        search by beams."""
+        if given.get("num_beams", self.num_beams) not in (None, 1):
+            given = {**{name: _DEFAULTS[name] for name in NOT_WITH_BEAMS}, **given}
         if self.logit_bias and (biases := given.get("logit_bias")):
             given = {**given, "logit_bias": {**self.logit_bias, **biases}}
         least, most = given.get("min_tokens"), given.get("max_tokens")
@@ -324,6 +362,9 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
+_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+
+
 def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
     """One for each of so many prompts."""
     if isinstance(params, SamplingParams):
@@ -335,33 +376,9 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) ->
     return list(params)
 
 
-class LogitBias(Mapping[int, float]):
-    """A mapping that cannot change: hashable, ordered by id, equal to the dict it was made of."""
-
-    __slots__ = ("_items",)
-
-    def __init__(self, items: Mapping[int, float]) -> None:
-        self._items = dict(sorted(items.items()))
-
-    def __getitem__(self, token_id: int) -> float:
-        return self._items[token_id]
-
-    def __iter__(self) -> Iterator[int]:
-        return iter(self._items)
-
-    def __len__(self) -> int:
-        return len(self._items)
-
-    def __hash__(self) -> int:
-        return hash(tuple(self._items.items()))
-
-    def __repr__(self) -> str:
-        return repr(self._items)
-
-
 def _bans(suppressed: object, vocab_size: int) -> LogitBias | None:
     try:
-        ids = _ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
+        ids = token_ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
     except UsageError as error:
         raise CheckpointError(f"generation_config.json: {error.message}", "correct the file") from error
     return LogitBias({token_id: -MAX_LOGIT_BIAS for token_id in ids if token_id < vocab_size}) or None
@@ -374,77 +391,3 @@ def _trusted(cls: type[SamplingParams], theirs: str, ours: str, value: object) -
         raise CheckpointError(
             f"generation_config.json: {theirs}: {error.message}", f"correct the file, or give {ours} yourself"
         ) from error
-
-
-def _shown(value: object) -> str:
-    try:
-        return reprlib.repr(value).replace("\n", " ")
-    except ValueError:  # an integer with more digits than Python prints
-        return "a number of thousands of digits"
-
-
-def _refused(name: str, value: object, allowed: str) -> UsageError:
-    return UsageError(f"{name} must be {allowed}, not {_shown(value)}")
-
-
-def _number(name: str, value: object, low: float, high: float) -> float:
-    """Numpy's numbers are Real, and Integral, like Python's; typeshed knows no comparison of either."""
-    if not isinstance(value, Real) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
-        raise _refused(name, value, f"a number from {low:g} to {high:g}")
-    return float(value)
-
-
-def _int(name: str, value: object, low: int, high: int) -> int:
-    if not isinstance(value, Integral) or isinstance(value, bool) or not low <= value <= high:  # type: ignore[operator]
-        raise _refused(name, value, f"a whole number from {low} to {high}")
-    return int(value)
-
-
-def _sequence(name: str, value: object, most: int) -> Sequence[Any]:
-    if not isinstance(value, list | tuple):
-        raise _refused(name, value, "a list")
-    if len(value) > most:
-        raise UsageError(f"{name} has {len(value)} entries, at most {most} are allowed")
-    return value
-
-
-def _strings(name: str, value: object, most: int, longest: int) -> tuple[str, ...]:
-    """One string stands for a list of itself."""
-    entries = _sequence(name, [value] if isinstance(value, str) else value, most)
-    for entry in entries:
-        if not isinstance(entry, str) or not 1 <= len(entry) <= longest:
-            raise _refused(name, entry, f"strings of 1 to {longest} characters")
-        if any("\ud800" <= character <= "\udfff" for character in entry):
-            raise UsageError(f"{name} must be valid text, not {entry[:32]!a} with half a surrogate pair")
-    return tuple(entries)
-
-
-def _ids(name: str, value: object, most: int) -> tuple[int, ...]:
-    return tuple(_int(f"{name}: a token id", entry, 0, MAX_TOKEN_ID) for entry in _sequence(name, value, most))
-
-
-def _lora(value: object) -> tuple[Lora, ...]:
-    """A name alone is one adapter, of scale 1."""
-    entries = [value] if isinstance(value, str) else list(value.items()) if isinstance(value, Mapping) else value
-    if not isinstance(entries, list | tuple):
-        raise _refused("lora", value, "an adapter's name, a list of names, or names with their scales")
-    chosen: dict[str, float] = {}
-    for entry in _sequence("lora", entries, MAX_LORA_MODULES):
-        name, scale = entry if isinstance(entry, list | tuple) and len(entry) == 2 else (entry, 1.0)
-        (name,) = _strings("lora", name, 1, MAX_LORA_NAME)
-        if name in chosen:
-            raise UsageError(f"lora has {_shown(name)} twice")
-        chosen[name] = _number(f"lora: the scale of {_shown(name)}", scale, -MAX_SCALE, MAX_SCALE)
-    return tuple(Lora(*pair) for pair in chosen.items())
-
-
-def _biases(value: object) -> LogitBias:
-    if not isinstance(value, Mapping):
-        raise _refused("logit_bias", value, "a mapping of token ids to numbers")
-    if len(value) > MAX_LOGIT_BIASES:
-        raise UsageError(f"logit_bias has {len(value)} entries, at most {MAX_LOGIT_BIASES} are allowed")
-    biases: dict[int, float] = {}
-    for token_id, bias in value.items():
-        known_id = _int("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
-        biases[known_id] = _number(f"logit_bias[{known_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
-    return LogitBias(biases)

@@ -77,7 +77,7 @@ class DeviceSampler:
         """Register a sequence; again, from its start, where a step that failed is repeated."""
         self.remove(new.seq_id)
         guided = Guided(lambda: self._guide_of(new)) if new.params.is_guided else None
-        self._states[new.seq_id] = _State(new, guided)
+        self._states[new.seq_id] = _State(new, guided, list(new.drawn))
 
     def remove(self, seq_id: int) -> None:
         state = self._states.pop(seq_id, None)

@@ -12,11 +12,9 @@ computed one after another.
 
 from __future__ import annotations
 
-import hashlib
 import itertools
 import math
 import operator
-import secrets
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
@@ -26,18 +24,20 @@ from typing import NamedTuple
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
+from nanovllm_cli.engine.beams import Searching, check_beams
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm_cli.engine.plan import Drawn
 from nanovllm_cli.engine.pooling import check_pooling
 from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
-from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.engine.sequence import Request, Sequence, Status, seed_of
 from nanovllm_cli.engine.stepper import Stepper
-from nanovllm_cli.engine.strategy import Drafted, Lookup, Standard, Strategy
+from nanovllm_cli.engine.strategy import Strategy, strategy_of
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.leading import lead_in
 from nanovllm_cli.model_spec import Pooling
@@ -72,11 +72,12 @@ class EngineStats(NamedTuple):
 
 @dataclass(slots=True, eq=False)
 class _Live:
-    """A request and its answers, until somebody has taken its last output. vector: of a text that is embedded. Moments on the
-    engine's clock."""
+    """A request and its answers, until somebody has taken its last output. vector: of a text that is embedded. search: of one
+    whose answers are not drawn. Moments on the engine's clock."""
 
     request: Request
     answers: list[Answer]
+    search: Searching | None = None
     first_token: float | None = None
     finished: float | None = None
     vector: tuple[float, ...] | None = None
@@ -136,7 +137,7 @@ class Engine:
         )
         self.kv_files = KvFiles(self._blocks, executor)
         looking = Looking() if seeing is None else Looking(seeing.senses, seeing.token_work)
-        self._scheduler = Scheduler(config, self._blocks, strategy or _strategy(config, executor), clock, looking)
+        self._scheduler = Scheduler(config, self._blocks, strategy or strategy_of(config, executor), clock, looking)
         self._stepper = Stepper(executor, self._scheduler, ahead)
         self._prepare = prepare
         self._draws = draws
@@ -184,12 +185,14 @@ class Engine:
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
+        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
+        check_beams(params, stop_ids, self._vocab_size)
         request = Request(
             request_id=request_id,
             prompt_ids=prompt,
             params=params,
             max_len=len(prompt) + answer_len,
-            stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
+            stop_ids=stop_ids,
             arrival=self._clock(),
             priority=priority,
             cache_salt=cache_salt,
@@ -241,7 +244,12 @@ class Engine:
             results = self._stepper.step()
         for sequence, drawn in results or ():
             request_id = sequence.request.request_id
+            if sequence.status is Status.FINISHED:  # of a search that has ended with another one's result
+                continue
             live = self._moved[request_id] = self._live[request_id]
+            if live.search is not None:
+                self._look_further(live, live.search.take(sequence, drawn), drew=drawn is not None)
+                continue
             answer = live.answers[sequence.index]
             if drawn is not None:
                 self._generated_tokens += answer.take(drawn)
@@ -331,19 +339,32 @@ class Engine:
     def _begin(self, request: Request, detokenizers: DetokenizerFactory | None) -> None:
         params, prompt = request.params, request.prompt_ids
         request.sequences = [
-            Sequence(next(self._seq_ids), request, index, _seed(params.seed, index), list(prompt))
+            Sequence(next(self._seq_ids), request, index, seed_of(params.seed, index), list(prompt))
             for index in range(params.n)
         ]
         answers = [
             Answer(sequence, self._eos_ids, detokenizers(params, prompt) if detokenizers else None)
             for sequence in request.sequences
         ]
+        live = self._live[request.request_id] = _Live(request, answers)
         request.prepared = self._prepare(params) if self._prepare is not None else None
-        if request.prepared is None:
+        if params.num_beams > 1:
+            for sequence in request.sequences:
+                sequence.status = Status.FINISHED  # in their place those of a search are scheduled
+            live.search = Searching(request, self._scheduler, self._seq_ids)
+        elif request.prepared is None:
             self._scheduler.add(request)
         else:
             self._preparing.add(request, request.prepared)
-        self._live[request.request_id] = _Live(request, answers)
+
+    def _look_further(self, live: _Live, found: list[Drawn], *, drew: bool) -> None:
+        """One of a search's sequences has moved. found: its answers, once they are."""
+        if drew and live.first_token is None:
+            live.first_token = self._clock()
+        for answer, drawn in zip(live.answers, found, strict=False):
+            if answer.finish_reason is None:
+                self._generated_tokens += answer.take(drawn)
+                self._end(live, answer)
 
     def _schedule_prepared(self) -> None:
         """Schedules the requests that wait for nothing more; those that waited in vain are over."""
@@ -367,6 +388,8 @@ class Engine:
         if live.finished is None and all(answer.finish_reason is not None for answer in live.answers):
             live.finished = self._clock()
             live.request.prepared = None
+            if live.search is not None:
+                live.search.drop()
             del self._live[live.request.request_id]
 
     def _check_priority(self, priority: int) -> None:
@@ -425,18 +448,3 @@ class Engine:
             None if prompt_logprobs is None else tuple(prompt_logprobs),
             live.vector,
         )
-
-
-def _strategy(config: EngineConfig, executor: Executor) -> Strategy:
-    if config.draft_model is not None or config.mtp:
-        return Drafted(config.max_guesses, executor.most_drafted)
-    return Lookup(config.max_guesses) if config.max_guesses else Standard()
-
-
-def _seed(seed: int | None, index: int) -> int:
-    """The seed of answer `index`: the request's own for the first, then the first 63 bits of BLAKE2b("seed:index")."""
-    if seed is None:
-        return secrets.randbits(63)
-    if index == 0:
-        return seed
-    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1

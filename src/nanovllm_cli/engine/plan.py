@@ -28,6 +28,7 @@ class NewSequence(NamedTuple):
 
     stop_ids: ids that end the sequence (EOS included unless ignored); the sampler bans them while min_tokens is not
         reached.
+    drawn: tokens that are behind the prompt already, as if it had drawn them.
     """
 
     seq_id: int
@@ -35,6 +36,7 @@ class NewSequence(NamedTuple):
     params: SamplingParams
     seed: int
     stop_ids: tuple[int, ...]
+    drawn: Sequence[int] = ()
 
 
 class Scheduled(NamedTuple):

@@ -70,6 +70,8 @@ class SequenceState:
         self._biases[:, MINUS] = [-bias for bias in biases.values()]
         self._counts = TokenCounts(new.prompt_ids, params) if params.has_penalties else None
         self._dry = DryHistory(dry_prompt, params) if dry_prompt is not None else None
+        for token_id in new.drawn:
+            self.append(token_id)
 
     @property
     def position(self) -> int:
@@ -109,7 +111,7 @@ class SequenceState:
 
     def repeat(self, before: SequenceState, count: int) -> None:
         """Goes on behind the first tokens that the same sequence drew before."""
-        for i in range(count):
+        for i in range(self.position, count):
             self.expects_allowed = before.expected[i]
             self.append(before.output_ids[i], before.memories[i] if before.memories else None)
 

@@ -28,7 +28,7 @@ from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Copy, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.refusal import Refusal
-from nanovllm_cli.engine.sequence import Line, Request, Sequence, Status, by_rank
+from nanovllm_cli.engine.sequence import NO_RANK, Line, Request, Sequence, Status, by_rank
 from nanovllm_cli.engine.strategy import Strategy
 
 
@@ -70,8 +70,7 @@ class Scheduler:
         self._strategy = strategy
         self._clock = clock
         self._looking, self._arrivals = looking, itertools.count()
-        self.running: list[Sequence] = []
-        self.waiting = Line()
+        self.running, self.waiting = list[Sequence](), Line()
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
         self._finished: dict[int, None] = {}
         self._steps: deque[_Step] = deque()
@@ -83,9 +82,10 @@ class Scheduler:
         self._budget = 0
 
     def add(self, request: Request) -> None:
-        """Takes a request with its sequences. The first computes the prompt, the others draw from its last row."""
-        level = request.priority + request.arrival / self._config.aging_seconds
-        request.rank = (level if self._config.policy == "priority" else 0.0, next(self._arrivals))
+        """Takes a request with its sequences. The first computes the prompt, the others draw from its last row. A rank stays."""
+        if request.rank == NO_RANK:
+            level = request.priority + request.arrival / self._config.aging_seconds
+            request.rank = (level if self._config.policy == "priority" else 0.0, next(self._arrivals))
         for sequence in request.sequences:
             sequence.rank = (*request.rank, sequence.index)
         first, *others = request.sequences

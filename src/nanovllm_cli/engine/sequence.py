@@ -6,6 +6,8 @@ them. Texts, stop rules and log-probabilities of an answer live in `answer.py`.
 
 from __future__ import annotations
 
+import hashlib
+import secrets
 from bisect import bisect_left, bisect_right, insort
 from concurrent.futures import Future
 from dataclasses import dataclass, field
@@ -20,6 +22,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage
 
 NO_STATE = -1
+NO_RANK = (0.0, -1)
 Salt = tuple[str | None, tuple[float, ...]]
 """What must be equal, beside the tokens, where cached K and V are shared: `cache_salt` and `lora` of a request."""
 
@@ -58,7 +61,7 @@ class Request:
     stop_ids: tuple[int, ...]
     arrival: float
     priority: int = 0
-    rank: tuple[float, int] = (0.0, 0)
+    rank: tuple[float, int] = NO_RANK
     cache_salt: str | None = None
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
@@ -188,7 +191,8 @@ class Sequence:
         """What a plan tells the worker of it."""
         self.announced = True
         request = self.request
-        return NewSequence(self.seq_id, list(request.prompt_ids), request.params, self.seed, request.stop_ids)
+        drawn = self.token_ids[len(request.prompt_ids) :]
+        return NewSequence(self.seq_id, list(request.prompt_ids), request.params, self.seed, request.stop_ids, drawn)
 
     @property
     def group(self) -> list[Sequence]:
@@ -214,3 +218,12 @@ class Line(list[Sequence]):
         index = bisect_left(self, sequence.rank, key=by_rank)
         assert self[index] is sequence
         del self[index]
+
+
+def seed_of(seed: int | None, index: int) -> int:
+    """The seed of answer `index`: the request's own for the first, then the first 63 bits of BLAKE2b("seed:index")."""
+    if seed is None:
+        return secrets.randbits(63)
+    if index == 0:
+        return seed
+    return int.from_bytes(hashlib.blake2b(f"{seed}:{index}".encode(), digest_size=8).digest(), "big") >> 1

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from typing import Protocol
 
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.executor import Executor
 from nanovllm_cli.engine.plan import DRAFTED
 from nanovllm_cli.engine.sequence import Sequence
 
@@ -169,3 +170,10 @@ class Past(Pace):
         while len(found) < count:
             found += found[: count - len(found)]
         return found
+
+
+def strategy_of(config: EngineConfig, executor: Executor) -> Strategy:
+    """The one that a config asks for."""
+    if config.draft_model is not None or config.mtp:
+        return Drafted(config.max_guesses, executor.most_drafted)
+    return Lookup(config.max_guesses) if config.max_guesses else Standard()

@@ -22,7 +22,8 @@ from numpy.typing import NDArray
 from nanovllm_cli.kernels.cpu_sampling import MAX_VOCABULARY, draw_settings, is_filtered
 from nanovllm_cli.kernels.kernel import Launcher, widest
 from nanovllm_cli.samplers import chain_of
-from nanovllm_cli.sampling_params import MAX_LOGIT_BIASES, SamplingParams
+from nanovllm_cli.sampling_fields import MAX_LOGIT_BIASES
+from nanovllm_cli.sampling_params import SamplingParams
 
 MAX_STOP_IDS = 64
 MAX_LOGPROBS = 20

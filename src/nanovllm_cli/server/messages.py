@@ -17,7 +17,8 @@ from nanovllm_cli.engine.outputs import FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.hearing_spec import HearingSpec, Senses
 from nanovllm_cli.model_spec import Pooling
-from nanovllm_cli.sampling_params import LogitBias, SamplingParams
+from nanovllm_cli.sampling_fields import LogitBias
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage, VisionSpec
 
 HEADER = struct.Struct("<I")

@@ -24,7 +24,7 @@ from pydantic import (
 from pydantic_core import PydanticCustomError
 
 from nanovllm_cli.engine.engine import MAX_PRIORITY
-from nanovllm_cli.sampling_params import MAX_TOKEN_ID
+from nanovllm_cli.sampling_fields import MAX_TOKEN_ID
 from nanovllm_cli.server.api_error import ApiError
 
 MAX_MESSAGES = 100_000

@@ -16,12 +16,11 @@ from nanovllm_cli.config import MAX_LORA_MODULES, MAX_SCALE
 from nanovllm_cli.constraint import MAX_CONSTRAINT_CHARS, Constraint
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.samplers import sampler_names
+from nanovllm_cli.sampling_fields import MAX_LOGIT_BIAS, MAX_LOGIT_BIASES
 from nanovllm_cli.sampling_params import (
     FLOAT_BOUNDS,
     ID_LISTS,
     INT_BOUNDS,
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
     MAX_REPEAT_SIZE,
     MAX_TOKENS,
     OPTIONAL_INT_BOUNDS,

@@ -1,0 +1,148 @@
+"""Answers that are looked for instead of drawn: a search by beams.
+
+Of `num_beams` beginnings of an answer each is gone on with by its likeliest tokens, and of what all of them come to the likeliest
+are the next beginnings. One that ends, or is as long as it may be, is an answer, if it is among the first num_beams then; its
+score is the sum of its log-probabilities over its length to the power of `length_penalty`. The search is over when there are
+num_beams answers, none of which the likeliest beginning would better if it ended now (transformers' `early_stopping=False`).
+
+It goes in rounds, as vLLM's does: in each, every beginning is a sequence of its own that draws one token. What the prefix cache
+has of it is not computed again, which is all but the last block. So scheduler, caches and workers know no beams, and nothing of a
+search is lost where its sequences are preempted.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Iterator
+from dataclasses import replace
+from typing import NamedTuple
+
+from nanovllm_cli.engine.plan import Drawn, TokenLogprobs
+from nanovllm_cli.engine.scheduler import Scheduler
+from nanovllm_cli.engine.sequence import Request, Sequence
+from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import MAX_LOGPROBS, SamplingParams
+
+
+class Beam(NamedTuple):
+    """A beginning of an answer. total: of its tokens' log-probabilities."""
+
+    token_ids: tuple[int, ...] = ()
+    logprobs: tuple[TokenLogprobs, ...] = ()
+    total: float = 0.0
+
+
+class BeamSearch:
+    """Of one prompt. beams: what is gone on with, the likeliest first. found: answers, the best first, with their scores.
+
+    end_ids: tokens that end an answer. max_tokens: of the longest one.
+    """
+
+    def __init__(self, num_beams: int, length_penalty: float, end_ids: Collection[int], max_tokens: int) -> None:
+        self._num_beams, self._length_penalty = num_beams, length_penalty
+        self._end_ids, self._max_tokens = frozenset(end_ids), max_tokens
+        self.beams = [Beam()]
+        self.found: list[tuple[float, Beam]] = []
+
+    @property
+    def num_tops(self) -> int:
+        """How many of a beam's next tokens have to be known: as many as there are beams, and all that might end it."""
+        return self._num_beams + len(self._end_ids)
+
+    def go_on(self, rows: list[TokenLogprobs]) -> bool:
+        """rows: of each beam, its likeliest next tokens. Whether the search goes on."""
+        order = [(beam.total + logprob, i, j) for i, beam in enumerate(self.beams) for j, (_, logprob) in enumerate(rows[i].top)]
+        order.sort(key=lambda each: (-each[0], *each[1:]))
+        kept: list[Beam] = []
+        length = len(self.beams[0].token_ids) + 1
+        for place, (total, i, j) in enumerate(order):
+            beam, (token_id, logprob) = self.beams[i], rows[i].top[j]
+            told = TokenLogprobs(token_id, logprob, j + 1, rows[i].top)
+            longer = Beam((*beam.token_ids, token_id), (*beam.logprobs, told), total)
+            if token_id in self._end_ids or length == self._max_tokens:
+                if place < self._num_beams:
+                    self.found.append((self._score(total, length), longer))
+            elif len(kept) < self._num_beams:
+                kept.append(longer)
+        self.found = sorted(self.found, key=lambda each: -each[0])[: self._num_beams]
+        self.beams = kept
+        if not kept or len(self.found) < self._num_beams:
+            return bool(kept)
+        return self._score(kept[0].total, length) > self.found[-1][0]
+
+    def _score(self, total: float, length: int) -> float:
+        return float(total / length**self._length_penalty)
+
+
+def check_beams(params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> None:
+    """Raises UsageError for more than can be looked at."""
+    if params.num_beams > 1 and params.num_beams + len(end_ids) > min(MAX_LOGPROBS, vocab_size):
+        what = f"num_beams: {params.num_beams} of them, and {len(end_ids)} tokens that end an answer"
+        raise UsageError(what, f"{min(MAX_LOGPROBS, vocab_size)} are looked at behind each")
+
+
+class Searching:
+    """A request whose answers are looked for, and who waits to compute it. seq_ids: numbers for its sequences."""
+
+    def __init__(self, request: Request, scheduler: Scheduler, seq_ids: Iterator[int]) -> None:
+        params = request.params
+        self._request, self._scheduler, self._seq_ids = request, scheduler, seq_ids
+        max_tokens = request.max_len - len(request.prompt_ids)
+        self._search = BeamSearch(params.num_beams, params.length_penalty, request.stop_ids, max_tokens)
+        tops = self._search.num_tops
+        self._params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=tops, ignore_eos=True, lora=params.lora)
+        self._drawn: dict[int, TokenLogprobs] = {}
+        self._sequences: list[Sequence] = []
+        self._add()
+
+    def take(self, sequence: Sequence, drawn: Drawn | None) -> list[Drawn]:
+        """What a step did to one of its sequences. Gives all tokens of each of its `n` answers, the best first, when they are
+        found; what failed, for each, where something did; else nothing."""
+        self._heed(sequence.request)
+        if drawn is None:
+            return []
+        self._scheduler.finish(sequence)
+        row = None if not drawn.logprobs else drawn.logprobs[0]
+        if drawn.error is not None or row is None or math.isnan(row.logprob):
+            error = drawn.error or "the model's log-probabilities are not finite"
+            return [Drawn(sequence.seq_id, [], error=error, unmeetable=drawn.unmeetable)] * self._request.params.n
+        self._drawn[sequence.index] = row
+        if len(self._drawn) < len(self._sequences):
+            return []
+        if self._search.go_on([self._drawn[i] for i in range(len(self._sequences))]):
+            self._add()
+            return []
+        return [self._answer(beam) for _, beam in self._search.found[: self._request.params.n]]
+
+    def drop(self) -> None:
+        """Nobody waits for it any more."""
+        for sequence in self._sequences:
+            self._scheduler.finish(sequence)
+
+    def _add(self) -> None:
+        """A round: a sequence for each beam, whose tokens are behind the prompt as if it had drawn them."""
+        whole, self._sequences, self._drawn = self._request, [], {}
+        for index, beam in enumerate(self._search.beams):
+            token_ids = [*whole.prompt_ids, *beam.token_ids]
+            request = replace(
+                whole, params=self._params, max_len=len(token_ids) + 1, stop_ids=(), sequences=[], stages_left={},
+                runs_ahead=False, num_preemptions=0, num_cached_tokens=0, num_computed_prompt_tokens=0,
+            )  # fmt: skip
+            sequence = Sequence(next(self._seq_ids), request, index, 0, token_ids)
+            request.sequences = [sequence]
+            self._sequences.append(sequence)
+            self._scheduler.add(request)
+            whole.rank = request.rank  # its later rounds take no other's turn, and nobody takes theirs
+
+    def _heed(self, request: Request) -> None:
+        """What the whole request's metrics take from one of its rounds."""
+        whole = self._request
+        if whole.first_scheduled is None:
+            whole.first_scheduled, whole.num_cached_tokens = request.first_scheduled, request.num_cached_tokens
+        whole.num_computed_prompt_tokens = max(whole.num_computed_prompt_tokens, request.num_computed_prompt_tokens)
+        whole.num_preemptions, request.num_preemptions = whole.num_preemptions + request.num_preemptions, 0
+
+    def _answer(self, beam: Beam) -> Drawn:
+        count = self._request.params.logprobs
+        logprobs = None if count is None else [each._replace(top=each.top[:count]) for each in beam.logprobs]
+        return Drawn(-1, list(beam.token_ids), logprobs)
