@@ -277,9 +277,9 @@ class SamplingParams:
             raise UsageError(f"n ({self.n}) must not be above num_beams ({self.num_beams}), which is how many answers there are")
         for name in NOT_WITH_BEAMS:
             if getattr(self, name) != _DEFAULTS[name]:
-                raise UsageError(f"{name} has no part in a search by beams", "leave it out, or num_beams")
+                raise UsageError(f"{name} has no part in a search by beams", "leave one of them out")
         if self.is_guided:
-            raise UsageError("reasoning has no budget in a search by beams", "leave it out, or num_beams")
+            raise UsageError("reasoning has no budget in a search by beams", "leave one of them out")
 
     @property
     def is_greedy(self) -> bool:

@@ -17,7 +17,7 @@ from nanovllm_cli.cli import inputs
 from nanovllm_cli.cli.answer import shows_reasoning
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
 from nanovllm_cli.cli.command import expand
-from nanovllm_cli.cli.form import FormOptions
+from nanovllm_cli.cli.form import FormOptions, refuse_with_beams
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
@@ -88,7 +88,9 @@ def chat(
             source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
         first = _first_message(talk, spoken)
         kwargs = template_kwargs(ctx, talk.chat_template_kwargs)
-        _converse(ctx, source, first, talk, kwargs, sessions, sampling.given() | form.given(), saved, screen)
+        given = sampling.given() | form.given()
+        refuse_with_beams(given)
+        _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen)
 
 
 @dataclass

@@ -107,6 +107,14 @@ def _asked(found: Mapping[str, tuple[str, str] | None], budget: Any, budget_name
     return given
 
 
+def refuse_with_beams(given: Mapping[str, Any]) -> None:
+    """UsageError for a form, or a budget, of answers that are looked for, of which they have none."""
+    has_budget = given.get("reasoning_budget", -1) >= 0
+    if given.get("num_beams", 1) > 1 and ("constraint" in given or has_budget):
+        what = "the reasoning of an answer has no budget" if has_budget else "an answer has no form"
+        raise UsageError(f"{what} where it is looked for by --beams", "leave one of them out")
+
+
 def _is_nothing(kind: str, text: str) -> bool:
     """Whether no answer but an empty one could match: more likely a script's variable that is not set. A choice may be an empty
     text beside others, and an expression a blank."""

@@ -221,7 +221,7 @@ FLAGS = {name: "--" + name.replace("_", "-") for name in _FIELDS} | {
     "dry_sequence_breakers": "--dry-sequence-breaker", "max_num_batched_tokens": "--batch-size", "max_model_len": "--ctx-size",
     "kv_cache_bytes": "--kv-cache", "num_speculative_tokens": "--speculate", "policy": "--scheduling-policy",
     "rope": "--rope-scaling", "overrides": "--override-kv", "control_vectors": "--control-vector",
-    "control_vector_layers": "--control-vector-layer-range",
+    "control_vector_layers": "--control-vector-layer-range", "num_beams": "--beams",
 }  # fmt: skip
 """What fields of SamplingParams and EngineConfig are called on the command line: those that are an option of some command."""
 

@@ -19,7 +19,7 @@ from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, inputs, signals
 from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.files import WholeFile, output_path
-from nanovllm_cli.cli.form import FormOptions
+from nanovllm_cli.cli.form import FormOptions, refuse_with_beams
 from nanovllm_cli.cli.local import open_local
 from nanovllm_cli.cli.log import ON_SCREEN, screen_for
 from nanovllm_cli.cli.model import name_and_words, named_model, refuse_template_options, template_kwargs
@@ -71,6 +71,7 @@ def run(
     """
     screen = screen_for(messages)
     given = sampling.given() | form.given()
+    refuse_with_beams(given)
     wishes = transcript.wishes()
     _refuse_contradictions(prompt, output, wishes)
     if not (output.json or output.jsonl or prompt.batch is not None):
@@ -91,7 +92,8 @@ def run(
         if last is not None and not model.model and name and _is_said(name):
             spoken = [name, *spoken]
             name = model_word = None
-        seats = None if prompt.batch is not None else max(given.get("n", 1), wishes.side_by_side if prompt.audio else 1)
+        side_by_side = max(given.get("n", 1), given.get("num_beams", 1), wishes.side_by_side if prompt.audio else 1)
+        seats = None if prompt.batch is not None else side_by_side
         config = engine.config(model, max_num_seqs=seats, settings=ctx.obj)
         if not name and last is not None:
             name = last.model

@@ -114,6 +114,13 @@ class SamplingOptions:
     min_repeat_size: int | None = _sampling("min_repeat_size", "--min-repeat-size", help="The fewest.")
     bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
     min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
+    num_beams: int | None = _sampling(
+        "num_beams", "--beams", "--num-beams", "--beam-size",
+        help="From 2 on, nothing is drawn: the likeliest answer is looked for among so many beginnings, and comes at once.",
+    )
+    length_penalty: float | None = _sampling(
+        "length_penalty", "--length-penalty", help="Beams: a score is divided by the answer's length to this power."
+    )
 
     @parsers.by_their_flags()
     def given(self) -> dict[str, Any]:

@@ -43,7 +43,9 @@ def notes_on(flags: Mapping[str, str], params: SamplingParams, known: Collection
         return known is None or set(names) <= set(known)
 
     def notes() -> Iterator[tuple[list[str], str]]:
-        if params.is_greedy and certain("temperature"):
+        if params.num_beams > 1 and certain("num_beams"):
+            yield typed(["temperature", *changed(_CHANCE)]), "--beams takes the likeliest answer"
+        elif params.is_greedy and certain("temperature"):
             yield typed(changed(_CHANCE)), "at --temp 0 the likeliest token is taken"
         elif params.mirostat and certain("mirostat"):
             yield typed(changed({**_FILTERS, "adaptive_target": -1.0})), "--mirostat is in its place"
@@ -61,6 +63,8 @@ def notes_on(flags: Mapping[str, str], params: SamplingParams, known: Collection
             yield typed(["penalty_last_n"]), "there is no penalty"
         if params.max_repeats == 0 and certain("max_repeats"):
             yield typed(["max_repeat_size", "min_repeat_size"]), "--max-repeats is 0"
+        if params.num_beams == 1 and certain("num_beams"):
+            yield typed(["length_penalty"]), "there are no --beams"
         if params.dry_multiplier == 0 and certain("dry_multiplier"):
             yield typed(_OF_DRY), "--dry-multiplier is 0"
         elif params.dry_penalty_last_n == 0 and certain("dry_penalty_last_n"):

@@ -68,6 +68,8 @@ def _fields(given: Given, tells_reading: bool) -> dict[str, Any]:
             body[name] = {str(token_id): bias for token_id, bias in value.items()}
         elif name in _REPEATS:
             continue
+        elif name == "num_beams":
+            body |= {name: value, "use_beam_search": value > 1}  # vLLM has as many beams as answers
         elif name == "reasoning":
             raise UnsupportedError("a server takes no tags of reasoning: it knows those of its models")
         elif value is not None and name != "reasoning_budget" and (name, value) != ("seed", -1):

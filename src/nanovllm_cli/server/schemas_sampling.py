@@ -186,6 +186,9 @@ class SamplingFields(StrictModel):
         explained("names of steps in their order, or one text of their letters"),
     ] = None
     min_tokens: int | None = bounded("min_tokens")
+    num_beams: int | None = bounded("num_beams")
+    use_beam_search: bool | None = None
+    length_penalty: float | None = bounded("length_penalty")
     stop: Stop = None
     stop_token_ids: Annotated[list[int], FIRST_ERROR] | None = Field(default=None, max_length=ID_LISTS["stop_token_ids"])
     include_stop_str_in_output: bool | None = None
@@ -226,8 +229,6 @@ class SamplingFields(StrictModel):
     cache_prompt: Tolerated = None
     id_slot: Tolerated = None
 
-    use_beam_search: Literal[False] | None = None
-    length_penalty: Literal[1] | None = None
     logprob_token_ids: Unsupported = None
     repetition_detection: RepetitionDetection | None = None
     watermarking: Literal[False] | None = None
@@ -264,6 +265,8 @@ class SamplingFields(StrictModel):
             value = first_given(getattr(self, name), getattr(self, _OTHER_NAMES.get(name, name)))
             if value is not None:
                 given[name] = value
+        if self.use_beam_search is not None:
+            given |= self._beams(given)
         if self.repetition_detection is not None:
             given |= self.repetition_detection.fields
         if self.logit_bias is not None:
@@ -280,6 +283,15 @@ class SamplingFields(StrictModel):
         except UsageError as error:  # begins with the field
             raise ApiError.of(error, re.split(r"\W", error.message, maxsplit=1)[0]) from None
         return params
+
+    def _beams(self, given: dict[str, Any]) -> dict[str, Any]:
+        """vLLM's: as many as answers. One alone is what a draw at temperature 0 is."""
+        if not self.use_beam_search:
+            if given.get("num_beams", 1) > 1:
+                raise invalid_value("use_beam_search is false, and there are to be num_beams", "use_beam_search")
+            return {"num_beams": 1}
+        count = given.get("num_beams", given.get("n", 1))
+        return {"num_beams": count} if count > 1 else {"num_beams": 1, "temperature": 0.0}
 
     def form(self) -> tuple[Constraint | None, str | None]:
         """What the answer must look like, and the field that says so. Raises ApiError, which names that field."""
