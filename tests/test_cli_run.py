@@ -375,6 +375,9 @@ UNUSED = {
     "--samplers top_k;temperature --top-p 0.5": "--top-p changes nothing: --samplers leaves that out",
     "--samplers top-k,top_p,temp --top-p 0.5 --top-k 3": None,
     "--sampler-seq pt --top-p 0.5 --temp 0.7": None,
+    "--beams 3 --temp 0.7 --top-k 5 --seed 3": "--temp and --top-k and --seed change nothing: --beams takes the likeliest answer",
+    "--beams 3 --length-penalty 2 --top-k 0": None,
+    "--length-penalty 2": "--length-penalty changes nothing: there are no --beams",
 }  # fmt: skip
 
 
@@ -389,6 +392,11 @@ UNUSED = {
         ("--mirostat 3", "--mirostat must be a whole number from 0 to 2, not 3"),
         ("--mirostat-tau -1", "--mirostat-tau must be a number from 0 to 100, not -1.0"),
         ("--dynatemp-range x", "--dynatemp-range"),
+        ("--beams 65", "--beams must be a whole number from 1 to 64, not 65"),
+        ("--beams 2 -N 3", "--num-answers (3) must not be above --beams (2)"),
+        ("--beams 2 --repeat-penalty 1.1", "--repeat-penalty has no part in a search by beams"),
+        ("--beams 2 --choice a --choice b", "an answer has no form where it is looked for by --beams"),
+        ("--beams 2 --reasoning-budget 5", "the reasoning of an answer has no budget where it is looked for by --beams"),
     ],
 )
 def test_steps_that_make_no_sense_are_refused(tmp_path: Path, flags: str, says: str) -> None:

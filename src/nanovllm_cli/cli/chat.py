@@ -79,17 +79,18 @@ def chat(
         screen.say(f"{sessions.delete_session} is deleted")
     else:
         source: _Local | _Remote
+        given = sampling.given() | form.given()
+        refuse_with_beams(given)
         shifts = ("context_overflow",) if talk.context_overflow == "shift" else ()
         endpoint = server.endpoint(ctx, "save_kv", *shifts)
         if endpoint is not None:
             source, spoken = _Remote.of(endpoint, model.model, [word for word in (model_word, *(words or [])) if word])
         else:
             name, spoken = name_and_words(model, model_word, words or [])
-            source = _Local(ctx.obj, name, model, engine.config(model, max_num_seqs=1, settings=ctx.obj), screen)
+            config = engine.config(model, max_num_seqs=given.get("num_beams", 1), settings=ctx.obj)
+            source = _Local(ctx.obj, name, model, config, screen)
         first = _first_message(talk, spoken)
         kwargs = template_kwargs(ctx, talk.chat_template_kwargs)
-        given = sampling.given() | form.given()
-        refuse_with_beams(given)
         _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen)
 
 
