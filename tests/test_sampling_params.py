@@ -37,6 +37,7 @@ FLOATS = {
     "mirostat_eta": (0, 10),
     "adaptive_target": (-1, 1),
     "adaptive_decay": (0, 1),
+    "length_penalty": (-8, 8),
 }
 INTS = {
     "top_k": (-1, 2**31 - 1),
@@ -45,6 +46,7 @@ INTS = {
     "dry_penalty_last_n": (-1, 2**31 - 1),
     "mirostat": (0, 2),
     "n": (1, 128),
+    "num_beams": (1, 64),
     "min_tokens": (0, 2**31 - 1),
     "max_repeats": (0, 2**31 - 1),
     "max_repeat_size": (1, 1024),
