@@ -276,7 +276,7 @@ def test_a_row_that_is_not_finite_ends_the_whole_search_and_no_other(folder: Pat
         ({"num_beams": 0}, "num_beams must be a whole number from 1 to 64"),
         ({"num_beams": MAX_BEAMS + 1}, "num_beams must be a whole number from 1 to 64"),
         ({"num_beams": True}, "num_beams must be a whole number"),
-        ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty must be a number from -8 to 8"),
+        ({"num_beams": 2, "length_penalty": math.nan}, "length_penalty must be a number from -4 to 8"),
         ({"num_beams": 2, "length_penalty": "1"}, "length_penalty must be a number"),
     ],
 )

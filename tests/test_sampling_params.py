@@ -37,7 +37,7 @@ FLOATS = {
     "mirostat_eta": (0, 10),
     "adaptive_target": (-1, 1),
     "adaptive_decay": (0, 1),
-    "length_penalty": (-8, 8),
+    "length_penalty": (-4, 8),
 }
 INTS = {
     "top_k": (-1, 2**31 - 1),

@@ -58,7 +58,7 @@ FLOAT_BOUNDS: dict[str, tuple[float, float]] = {
     "mirostat_eta": (0.0, 10.0),
     "adaptive_target": (-1.0, 1.0),
     "adaptive_decay": (0.0, 1.0),
-    "length_penalty": (-8.0, 8.0),
+    "length_penalty": (-4.0, 8.0),
 }
 INT_BOUNDS: dict[str, tuple[int, int]] = {
     "top_k": (-1, MAX_TOKEN_ID),
