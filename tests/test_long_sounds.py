@@ -145,6 +145,18 @@ def test_the_sound_of_a_video_is_heard(container: str, codec: str, options: dict
     assert found[RATE // 2 : -RATE // 2].std() == pytest.approx(0.5 / 2**0.5, abs=0.02), "as loud as it was"
 
 
+def test_a_sound_whose_channels_and_rate_change_is_heard_to_its_end() -> None:
+    """As in recordings of broadcasts, from one programme to the next."""
+    parts = [contained("adts", "aac", layout="mono"), contained("adts", "aac"), contained("adts", "aac", rate=32_000, layout="mono")]
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        found = samples_of(b"".join([parts[i] for i in order]), "it")
+        assert len(found) / RATE == pytest.approx(6.0, abs=0.3)
+        for seconds in (1, 3, 5):  # in the middle of each
+            heard = found[int((seconds - 0.5) * RATE) : int((seconds + 0.5) * RATE)]
+            assert np.abs(np.fft.rfft(heard)).argmax() == 440
+            assert 0.25 < heard.std() < 0.6
+
+
 def test_what_has_no_sound_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:
     film = contained("mp4", "aac", film=True, sound=False)
     assert "has no sound in it" in refused(film)
