@@ -14,7 +14,7 @@ import pytest
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import RATE
 from nanovllm_cli.sounds import decoding, reading
-from nanovllm_cli.sounds.reading import read_if_short, read_sound, samples_of
+from nanovllm_cli.sounds.reading import read_sound, read_while_wanted, samples_of
 from nanovllm_cli.sounds.spectrogram import log_mel, streamed_log_mel
 from sounding import noise, tone
 from sounding import wav as saved
@@ -41,14 +41,42 @@ def test_a_dictated_sound_may_be_longer(monkeypatch: pytest.MonkeyPatch) -> None
     assert (sound.frames, sound.heard) == (300, 300)
     with pytest.raises(UsageError, match="longer than"):
         read_sound(saved(noise(3 * RATE + 1)), whisper, "it")
-    assert read_if_short(saved(noise(RATE + 1)), whisper, "it") is None
-    assert read_if_short(saved(noise(RATE)), whisper, "it") == read_sound(saved(noise(RATE)), whisper, "it")
-    with pytest.raises(UsageError, match="no sound of a kind"):
-        read_if_short(b"hello", whisper, "it")
+    brief = read_while_wanted(saved(noise(RATE)), whisper, "it", lambda: True, if_short=True)
+    assert brief == read_sound(saved(noise(RATE)), whisper, "it")
+    assert read_while_wanted(saved(noise(RATE + 1)), whisper, "it", lambda: True, if_short=True) is None
+    for if_short in (False, True):
+        with pytest.raises(UsageError, match="no sound of a kind"):
+            read_while_wanted(b"hello", whisper, "it", lambda: True, if_short=if_short)
+    with pytest.raises(UsageError, match="longer than"):
+        read_while_wanted(saved(noise(3 * RATE + 1)), whisper, "it", lambda: True)
     with pytest.raises(UsageError, match="longer than"):
         read_sound(saved(noise(RATE + 1)), QWEN3, "it")
     with pytest.raises(UsageError, match="shorter than"):
         read_sound(saved(noise(RATE // 10 - 1)), whisper, "it")
+
+
+def test_a_short_sound_of_many_channels_may_be_one_of_the_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which have more samples, as they take longer: a film's six channels at 48 kHz are that of three in stereo."""
+    whisper, film = replace(QWEN3, piece=100, leads=True), saved(np.stack([noise(48_000)] * 6, axis=1), rate=48_000)
+    monkeypatch.setattr(reading, "MAX_SECONDS", 2)
+    monkeypatch.setattr(reading, "MAX_DICTATED_SECONDS", 3)
+    assert read_while_wanted(film, whisper, "it", lambda: True, if_short=True) is None
+    assert read_while_wanted(film, whisper, "it", lambda: True) == read_sound(film, whisper, "it")
+    monkeypatch.setattr(reading, "MAX_DICTATED_SECONDS", 2)
+    with pytest.raises(UsageError, match="samples, in 6 channels"):
+        read_while_wanted(film, whisper, "it", lambda: True)
+
+
+def test_a_sound_that_nobody_wants_any_more_is_not_read_to_its_end() -> None:
+    whisper, asked = replace(QWEN3, piece=100, leads=True), []
+
+    def wanted() -> bool:
+        asked.append(1)
+        return len(asked) < 3
+
+    with pytest.raises(UsageError, match="no longer wanted"):
+        read_while_wanted(saved(noise(60 * 44_100), rate=44_100), whisper, "it", wanted)
+    assert len(asked) == 3
 
 
 def test_an_hour_is_read_in_the_memory_of_its_spectrogram() -> None:
@@ -115,6 +143,18 @@ def test_the_sound_of_a_video_is_heard(container: str, codec: str, options: dict
     spectrum = np.abs(np.fft.rfft(found))
     assert spectrum.argmax() * RATE / len(found) == pytest.approx(440, abs=2)
     assert found[RATE // 2 : -RATE // 2].std() == pytest.approx(0.5 / 2**0.5, abs=0.02), "as loud as it was"
+
+
+def test_a_sound_whose_channels_and_rate_change_is_heard_to_its_end() -> None:
+    """As in recordings of broadcasts, from one programme to the next."""
+    parts = [contained("adts", "aac", layout="mono"), contained("adts", "aac"), contained("adts", "aac", rate=32_000, layout="mono")]
+    for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
+        found = samples_of(b"".join([parts[i] for i in order]), "it")
+        assert len(found) / RATE == pytest.approx(6.0, abs=0.3)
+        for seconds in (1, 3, 5):  # in the middle of each
+            heard = found[int((seconds - 0.5) * RATE) : int((seconds + 0.5) * RATE)]
+            assert np.abs(np.fft.rfft(heard)).argmax() == 440
+            assert 0.25 < heard.std() < 0.6
 
 
 def test_what_has_no_sound_is_told_of(monkeypatch: pytest.MonkeyPatch) -> None:

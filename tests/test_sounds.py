@@ -210,6 +210,18 @@ def test_compressed_kinds_are_heard(kind: str, subtype: str | None) -> None:
             samples_of(file.getvalue()[:cut], "it")
 
 
+def test_an_mp3_that_ends_in_the_middle_is_heard_so_far() -> None:
+    """As a WAV is, a download that was broken off or a recorder without power: its header tells of more frames than came."""
+    soundfile = pytest.importorskip("soundfile")
+    file = io.BytesIO()
+    soundfile.write(file, tone(440, 48000, 3.0), 48000, format="MP3")
+    whole = samples_of(file.getvalue(), "it")
+    for share in (0.5, 0.9, 0.99):
+        found = samples_of(file.getvalue()[: int(len(file.getvalue()) * share)], "it")
+        assert len(found) / RATE == pytest.approx(3 * share, abs=0.15)
+        np.testing.assert_allclose(found[: len(found) - 2000], whole[: len(found) - 2000], atol=1e-3)
+
+
 @pytest.mark.parametrize("kind", ["FLAC", "OGG", "MP3"])
 def test_damaged_sounds_write_nothing_and_leave_no_process(
     kind: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch

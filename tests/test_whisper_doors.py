@@ -317,41 +317,106 @@ def test_openais_client_gets_every_form(client: Any, told: Transcript, words: li
     assert len(LANGUAGES) == 3
 
 
-@pytest.mark.parametrize("seconds", [1, 2])
-def test_long_sounds_wait_for_each_other(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """As each has a spectrogram of hundreds of megabytes; short ones go by."""
-    hearing = dataclasses.replace(QWEN3, piece=100, leads=True)
-    under_way: list[int] = []
-    most = 0
+class Turned:
+    """Dictations of sounds of so many seconds, by a model that says nothing; those of more than one are long."""
 
-    def dictate(scribe: Any, hearing: Any, tokenizer: Any, clip: Any, wishes: Any) -> Iterator[Any]:
-        nonlocal most
-        under_way.append(1)
-        most = max(most, len(under_way))
+    def __init__(self, monkeypatch: pytest.MonkeyPatch) -> None:
+        hearing = dataclasses.replace(QWEN3, piece=100, leads=True)
+        self.model = SimpleNamespace(facts=SimpleNamespace(hearing=hearing), tokenizer=None)
+        self.under_way: list[float] = []
+        self.most = 0
+        monkeypatch.setattr(reading, "MAX_SECONDS", 1)
+        monkeypatch.setattr(dictations, "dictate", self._dictate)
+        monkeypatch.setattr(dictations, "_scribe", lambda model: None)
+        monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
+
+    def _dictate(self, scribe: Any, hearing: Any, tokenizer: Any, clip: Any, wishes: Any) -> Iterator[Any]:
+        self.under_way.append(clip.seconds)
+        self.most = max(self.most, len(self.under_way))
         for _ in range(3):
             time.sleep(0.02)
             yield [Passage(0.0, clip.seconds, " Hm.", (), 0, 0.0, 0.0, 1.0, None)]
-        under_way.pop()
+        self.under_way.remove(clip.seconds)
 
-    monkeypatch.setattr(reading, "MAX_SECONDS", 1)
-    monkeypatch.setattr(dictations, "dictate", dictate)
-    monkeypatch.setattr(dictations, "_scribe", lambda model: None)
-    monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
-    model, data = SimpleNamespace(facts=SimpleNamespace(hearing=hearing), tokenizer=None), saved(noise(16_000 * seconds))
-
-    async def text(turns: dictations.Turns) -> str:
+    async def text(self, turns: dictations.Turns, seconds: int) -> str:
+        body = cast(Any, SimpleNamespace(file=saved(noise(16_000 * seconds))))
         dictation = dictations.Dictation(
-            cast(Any, None), cast(Any, model), cast(Any, SimpleNamespace(file=data)), "transcribe", cast(Any, None), turns
+            cast(Any, None), cast(Any, self.model), body, "transcribe", cast(Any, None), turns
         )
         await dictations.whole(dictation)
+        assert not body.file
         return dictation.text
+
+
+@pytest.mark.parametrize("seconds", [1, 2])
+def test_long_sounds_wait_for_each_other(seconds: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """As each has a spectrogram of hundreds of megabytes; short ones go by."""
+    turned = Turned(monkeypatch)
 
     async def together() -> list[str]:
         turns = dictations.Turns()
-        return await asyncio.gather(*[text(turns) for _ in range(3)])
+        return await asyncio.gather(*[turned.text(turns, seconds) for _ in range(3)])
 
     assert asyncio.run(together()) == ["Hm. Hm. Hm."] * 3
-    assert (most == 1) == (seconds > 1)
+    assert (turned.most == 1) == (seconds > 1)
+
+
+def test_short_sounds_go_by_however_many_long_ones_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = Turned(monkeypatch)
+
+    async def together() -> None:
+        turns = dictations.Turns()
+        async with turns._long:  # as one that takes an hour has it
+            waiting = [asyncio.create_task(turned.text(turns, 2)) for _ in range(dictations.MOST_AT_ONCE)]
+            await asyncio.sleep(0.5)
+            assert await asyncio.wait_for(turned.text(turns, 1), 10) == "Hm. Hm. Hm."
+            assert not any(task.done() for task in waiting)
+        assert await asyncio.gather(*waiting) == ["Hm. Hm. Hm."] * len(waiting)
+
+    asyncio.run(together())
+
+
+def test_who_leaves_while_a_sound_is_read_takes_no_thread_along(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Reading four hours of it takes minutes."""
+    turned, ended = Turned(monkeypatch), []
+
+    def read_while_wanted(data: bytes, spec: Any, where: str, wanted: Any, *, if_short: bool) -> None:
+        deadline = time.monotonic() + 20
+        while wanted() and time.monotonic() < deadline:
+            time.sleep(0.01)
+        ended.append(time.monotonic() < deadline)
+
+    monkeypatch.setattr(dictations, "read_while_wanted", read_while_wanted)
+
+    async def leave() -> None:
+        turns = dictations.Turns()
+        tasks = [asyncio.create_task(turned.text(turns, 1)) for _ in range(20)]
+        await asyncio.sleep(0.2)
+        await asyncio.wait_for(asyncio.to_thread(len, "others wait for none of them"), 5)
+        for task in tasks:
+            task.cancel()
+        await asyncio.gather(*tasks, return_exceptions=True)
+        assert turns._waiting == 0
+        turns._threads.shutdown()
+
+    asyncio.run(leave())
+    assert ended
+    assert all(ended)
+
+
+def test_few_bytes_wait_for_their_turn(monkeypatch: pytest.MonkeyPatch) -> None:
+    turned = Turned(monkeypatch)
+    monkeypatch.setattr(dictations, "MOST_WAITING", 3 * 32_044)
+
+    async def together() -> list[Any]:
+        turns = dictations.Turns()
+        return await asyncio.gather(*[turned.text(turns, 1) for _ in range(5)], return_exceptions=True)
+
+    found = asyncio.run(together())
+    assert found[:3] == ["Hm. Hm. Hm."] * 3
+    assert [each.status for each in found[3:]] == [429] * 2
+    monkeypatch.setattr(dictations, "MOST_WAITING", 10)
+    assert asyncio.run(turned.text(dictations.Turns(), 1)) == "Hm. Hm. Hm.", "one may be larger"
 
 
 def test_a_transcript_streams(client: Any, told: Transcript) -> None:

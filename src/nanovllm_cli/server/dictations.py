@@ -5,18 +5,22 @@ from __future__ import annotations
 
 import asyncio
 import math
-from collections.abc import AsyncGenerator
-from contextlib import AsyncExitStack, aclosing
+import threading
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
+from functools import partial
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UsageError
+from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
-from nanovllm_cli.sounds.reading import read_if_short, read_sound
+from nanovllm_cli.sounds.reading import read_while_wanted
 from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, dictate, joined
 from nanovllm_cli.text.dictation import Dictation as Dictating
 from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
@@ -29,11 +33,56 @@ TIMED = ("srt", "vtt", "verbose_json")
 """What has times."""
 
 
+MOST_WAITING = 1 << 30
+"""Bytes of files that wait for their turn."""
+_READERS = 2
+
+
 class Turns:
-    """Of as many as may be under way, and of those among them whose spectrograms are so long that they are taken one by one."""
+    """Of MOST_AT_ONCE dictations, and of one beside them whose spectrogram is so long that such are taken one by one.
+
+    Sounds are read in threads of their own, so that nothing else waits behind them; where nobody waits for one any more, its
+    reading ends soon. Used from one event loop.
+    """
 
     def __init__(self) -> None:
-        self.all, self.long = asyncio.Semaphore(MOST_AT_ONCE), asyncio.Semaphore(1)
+        self._short, self._long = asyncio.Semaphore(MOST_AT_ONCE), asyncio.Semaphore(1)
+        self._threads = ThreadPoolExecutor(_READERS, "sounds")
+        self._waiting = 0
+
+    @asynccontextmanager
+    async def turn(self, body: SoundRequest, hearing: HearingSpec) -> AsyncIterator[Clip]:
+        """A request's, with what is heard of its file, which is let go of. Raises ApiError 429 where too much waits, and typed
+        errors for what is no sound."""
+        async with AsyncExitStack() as turn:
+            with self._waits(len(body.file)):
+                await turn.enter_async_context(self._short)
+                clip = await self._read(body.file, hearing, if_short=True)
+                if clip is None:
+                    await turn.aclose()  # short ones go by
+                    await turn.enter_async_context(self._long)
+                    clip = await self._read(body.file, hearing, if_short=False)
+                body.file = b""
+            assert clip is not None
+            yield clip
+
+    @contextmanager
+    def _waits(self, size: int) -> Iterator[None]:
+        if self._waiting and self._waiting + size > MOST_WAITING:
+            raise ApiError(429, "too many sounds wait to be heard", code="too_many_bytes", retry_after=1)
+        self._waiting += size
+        try:
+            yield
+        finally:
+            self._waiting -= size
+
+    async def _read(self, data: bytes, hearing: HearingSpec, *, if_short: bool) -> Clip | None:
+        gone = threading.Event()
+        read = partial(read_while_wanted, data, hearing, "file", lambda: not gone.is_set(), if_short=if_short)
+        try:
+            return await asyncio.get_running_loop().run_in_executor(self._threads, read)
+        finally:
+            gone.set()
 
 
 class Dictation:
@@ -95,23 +144,21 @@ class Dictation:
 
     async def pieces(self) -> AsyncGenerator[str, None]:
         """The text, as it comes. Raises ApiError."""
-        async with self._turns.all, AsyncExitStack() as held, aclosing(self._pieces(held)) as pieces:
-            async for piece in pieces:
-                yield piece
-
-    async def _pieces(self, held: AsyncExitStack) -> AsyncGenerator[str, None]:
-        body, hearing = self._body, self._model.facts.hearing
+        hearing = self._model.facts.hearing
         assert hearing is not None
-        try:
-            wishes = _wishes(body, self._task, self._model)
-            clip: Clip | None = await asyncio.to_thread(read_if_short, body.file, hearing, "file")
-            if clip is None:
-                await held.enter_async_context(self._turns.long)
-                clip = await asyncio.to_thread(read_sound, body.file, hearing, "file")
-        except NanovllmError as error:
-            raise ApiError.of(error, "file") from None
-        body.file = b""  # nor need it wait for the end of the answer
-        way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
+        async with AsyncExitStack() as turn:
+            try:
+                wishes = _wishes(self._body, self._task, self._model)
+                clip = await turn.enter_async_context(self._turns.turn(self._body, hearing))
+            except NanovllmError as error:
+                raise ApiError.of(error, "file") from None
+            way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
+            async with aclosing(self._pieces(way)) as pieces:
+                async for piece in pieces:
+                    yield piece
+
+    async def _pieces(self, way: Dictating) -> AsyncGenerator[str, None]:
+        body = self._body
         given: Reply = None
         while True:
             try:

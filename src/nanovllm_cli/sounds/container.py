@@ -37,20 +37,16 @@ def main() -> int:
             return _say(NO_SOUND)
         if not ((name := stream.codec_context.codec.canonical_name) in CODECS or name.startswith("pcm_")):
             return _say(name[:40])
-        first = True
-        resampler: Any = None
+        plain: _Plain | None = None
         for packet in file.demux(stream):
             for frame in _decoded(av, packet):
-                if first:  # whatever comes behind it is made alike
+                if plain is None:
                     _say([name, frame.sample_rate, frame.layout.nb_channels])
-                    resampler = av.AudioResampler(format="flt", layout=frame.layout.name, rate=frame.sample_rate)
-                    first = False
-                for plain in resampler.resample(frame):
-                    _write(out, plain)
-        if first:
+                    plain = _Plain(av, frame)
+                plain.write(out, frame)
+        if plain is None:
             return _say(NO_SOUND)
-        for plain in resampler.resample(None):
-            _write(out, plain)
+        plain.write(out, None)
     return 0
 
 
@@ -61,8 +57,29 @@ def _decoded(av: Any, packet: Any) -> Any:
     return ()
 
 
-def _write(out: Any, frame: Any) -> None:
-    out.write(memoryview(frame.planes[0])[: 4 * frame.samples * frame.layout.nb_channels])
+class _Plain:
+    """Makes frames what is written, at the rate and of the channels of the first, whatever comes behind it: a broadcast has two
+    channels in one programme and six in the next."""
+
+    def __init__(self, av: Any, first: Any) -> None:
+        self._av = av
+        self._made = {"format": "flt", "layout": first.layout.name, "rate": first.sample_rate}
+        self._kind: Any = None
+        self._resampler: Any = None
+
+    def write(self, out: Any, frame: Any) -> None:
+        """None: behind the last."""
+        kind = None if frame is None else (frame.format.name, frame.layout.name, frame.sample_rate)
+        if kind != self._kind:
+            if self._resampler is not None:
+                self._put(out, self._resampler.resample(None))
+            self._kind, self._resampler = kind, self._av.AudioResampler(**self._made)
+        if frame is not None:
+            self._put(out, self._resampler.resample(frame))
+
+    def _put(self, out: Any, frames: Any) -> None:
+        for each in frames:
+            out.write(memoryview(each.planes[0])[: 4 * each.samples * each.layout.nb_channels])
 
 
 def _nothing_else(*_: Any) -> Any:

@@ -25,8 +25,9 @@ def main() -> int:
     with soundfile.SoundFile(BytesIO(data)) as file:
         out.write(json.dumps([file.format, file.samplerate, file.channels]).encode() + b"\n")
         out.flush()
-        while block := bytes(file.buffer_read(_FRAMES, dtype="float32")):
-            out.write(block)
+        block = bytearray(4 * _FRAMES * file.channels)
+        while found := file.buffer_read_into(block, dtype="float32"):  # `frames` of an MP3 may be a guess, or of more than came
+            out.write(memoryview(block)[: 4 * found * file.channels])
     return 0
 
 

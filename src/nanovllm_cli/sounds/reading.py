@@ -7,7 +7,7 @@ process of its own (`decoding.py`).
 
 from __future__ import annotations
 
-from collections.abc import Generator, Iterable, Iterator
+from collections.abc import Callable, Generator, Iterable, Iterator
 from contextlib import closing
 
 import numpy as np
@@ -47,7 +47,7 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
     Raises UsageError for what is no sound, is damaged, too short or too long, UnsupportedError for a kind that is not read.
     """
     if spec.leads:
-        return _dictated(data, spec, where, MAX_DICTATED_SECONDS)
+        return _dictated(_heard(data, where, None, MAX_DICTATED_SECONDS), spec, where)
     longest = spec.most * spec.piece * HOP / RATE if spec.most else None
     samples = samples_of(data, where, longest)
     pieces = cut(samples, spec)
@@ -56,21 +56,27 @@ def read_sound(data: bytes, spec: HearingSpec, where: str) -> Clip:
     return Clip(pieces, len(samples) / RATE)
 
 
-def read_if_short(data: bytes, spec: HearingSpec, where: str) -> Clip | None:
-    """The same of a model that goes through a sound window by window (`leads`); None where it is longer than MAX_SECONDS, and may
-    be read: for who can have few of these at once."""
+def read_while_wanted(
+    data: bytes, spec: HearingSpec, where: str, wanted: Callable[[], bool], *, if_short: bool = False
+) -> Clip | None:
+    """The same of a model that goes through a sound window by window (`leads`), which may take minutes: where it is no longer
+    wanted, UsageError is raised soon. if_short: None where it is longer than MAX_SECONDS, and may be read: for who can have few
+    of these at once."""
+    most = MAX_SECONDS if if_short else MAX_DICTATED_SECONDS
     try:
-        return _dictated(data, spec, where, MAX_SECONDS)
+        return _dictated(_heard(data, where, None, most, wanted), spec, where)
     except _LongerError:
-        return None
+        if if_short:
+            return None
+        raise
 
 
 class _LongerError(UsageError):
     """Than what was said."""
 
 
-def _dictated(data: bytes, spec: HearingSpec, where: str, most: int) -> Clip:
-    with closing(_heard(data, where, None, most)) as blocks:
+def _dictated(heard: Generator[np.ndarray, None, None], spec: HearingSpec, where: str) -> Clip:
+    with closing(heard) as blocks:
         made = streamed_log_mel(_long_enough(blocks, where), spec.tower.num_bins, spec.piece * HOP)
     return Clip((_whole(made),), made.num_heard / RATE)
 
@@ -91,8 +97,10 @@ def _long_enough(blocks: Iterable[np.ndarray], where: str) -> Iterator[np.ndarra
         raise UsageError(f"{where} is shorter than {MIN_SECONDS} seconds", "there is nothing in it to be heard")
 
 
-def _heard(data: bytes, where: str, longest: float | None, most: int) -> Generator[np.ndarray, None, None]:
-    """Samples at 16 kHz, as they are decoded. most: seconds that there may be."""
+def _heard(
+    data: bytes, where: str, longest: float | None, most: int, wanted: Callable[[], bool] = lambda: True
+) -> Generator[np.ndarray, None, None]:
+    """Samples at 16 kHz, as they are decoded. most: seconds that there may be. wanted: whether they still are."""
     kind = SOUND.known(data, where)
     if kind == "wav":
         wave = read_wave(data, where)
@@ -103,7 +111,10 @@ def _heard(data: bytes, where: str, longest: float | None, most: int) -> Generat
         if not MIN_RATE <= rate <= MAX_RATE:
             told = f"{where} has {rate} samples a second; what is heard is {MIN_RATE} to {MAX_RATE}"
             raise UsageError(told, "save it at 16 kHz")
-        yield from resampled(_checked(blocks, rate, channels, longest, most, where), rate, RATE)
+        for block in resampled(_checked(blocks, rate, channels, longest, most, where), rate, RATE):
+            if not wanted():
+                raise UsageError(f"{where} is no longer wanted")
+            yield block
 
 
 def _checked(
@@ -119,7 +130,7 @@ def _checked(
             raise _LongerError(f"{where} is longer than {most // 60} minutes", "cut it into pieces")
         if count * channels > most * SAMPLES_A_SECOND:
             told = f"{where} has more than {most * SAMPLES_A_SECOND // 10**6} million samples, in {channels} channels"
-            raise UsageError(told, "one channel at 16 kHz is what is heard")
+            raise _LongerError(told, "one channel at 16 kHz is what is heard")
         if not np.isfinite(block).all():
             raise UsageError(f"{where} is damaged: it has samples that are no numbers", "save or send it again")
         yield np.clip(block, -8, 8)  # nothing is 18 dB louder than the loudest; a spectrogram's squares stay finite
