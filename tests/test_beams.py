@@ -305,7 +305,7 @@ def test_what_changes_logits_has_no_part_in_it(name: str) -> None:
 
 
 def test_all_that_has_no_part_in_it_is_tried() -> None:
-    assert set(OTHERS) == set(NOT_WITH_BEAMS) - {"constraint", "transcript"}
+    assert set(OTHERS) == set(NOT_WITH_BEAMS) - {"constraint"}
 
 
 def test_more_than_can_be_looked_at_is_refused(engine: Engine) -> None:

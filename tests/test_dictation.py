@@ -153,6 +153,52 @@ def test_log_probabilities_are_of_what_rules_leave(*, timed: bool, llm: LLM) -> 
         assert sum(mine) > sum(logits.log_softmax(-1)[len(begins) - 1 + i, token].item() for i, token in enumerate(drawn)) + 0.1
 
 
+def looked_for(features: torch.Tensor, num_beams: int, most: int, rules: Any, *, timed: bool) -> list[int]:
+    """The best text by transformers' logits, of which the rules leave what transformers' own do."""
+    begins = [START, EN, TRANSCRIBE, *([] if timed else [UNTIMED])]
+    beams: list[tuple[float, list[int]]] = [(0.0, [])]
+    found: list[tuple[float, list[int]]] = []
+    for length in range(1, most + 1):
+        with torch.inference_mode():
+            text = torch.tensor([[*begins, *ids] for _, ids in beams])
+            rows = whisper()(input_features=features.expand(len(beams), -1, -1), decoder_input_ids=text).logits[:, -1]
+        longer = []
+        for (total, ids), row in zip(beams, rows, strict=True):
+            left = torch.tensor(sorted(left_by_transformers(ids, row, timed=timed, rules=rules)))
+            logprobs = row[left].double().log_softmax(0)
+            longer += [(total + one, [*ids, token]) for one, token in zip(logprobs.tolist(), left.tolist(), strict=True)]
+        longer.sort(key=lambda each: -each[0])
+        ended = [each for each in longer[:num_beams] if each[1][-1] == END or length == most]
+        found = sorted([*found, *((total / length, ids) for total, ids in ended)], key=lambda each: -each[0])[:num_beams]
+        beams = [each for each in longer if each[1][-1] != END][:num_beams]
+        if len(found) == num_beams and beams[0][0] / length <= found[-1][0]:
+            break
+    return found[0][1]
+
+
+@pytest.mark.parametrize("timed", [True, False])
+def test_beams_find_the_likeliest_of_what_rules_leave(*, timed: bool, llm: LLM) -> None:
+    differ = 0
+    for seed in range(4):
+        sound = sound_of(0.9, seed)
+        found: list[Any] = []
+        for beams in (1, 3):
+            own = {"max_tokens": 8, "num_beams": beams, "length_penalty": 1.0}
+            list(passages_of(llm, sound, Wishes("en", timed=timed, **PLAIN, sampling=own), found.append))
+        greedy, looked = (list(each.outputs[0].token_ids) for each in found[-2:] if each.outputs[0].token_ids)
+        assert looked == looked_for(features_of(llm, sound), 3, 8, scribe_for(llm).rules(timed=timed), timed=timed)
+        differ += looked != greedy
+    assert differ, "beams that find what is drawn show nothing"
+
+
+def test_beams_are_of_the_first_try_alone(llm: LLM) -> None:
+    """Texts that are never good enough are drawn at higher temperatures, as if there were no beams."""
+    found: list[Any] = []
+    wishes = Wishes("en", most_squeezed=0.0, silent=None, tries=2, sampling={"max_tokens": 4, "num_beams": 3})
+    list(passages_of(llm, sound_of(0.5), wishes, found.append))
+    assert [len(each.outputs) for each in found] == [1, 1, 2, 2, 2, 2, 2]  # whether anybody speaks, and six temperatures
+
+
 def test_a_language_is_heard_as_transformers_hears_it(llm: LLM) -> None:
     found = set()
     for seed in range(4):

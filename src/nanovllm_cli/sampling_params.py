@@ -93,7 +93,7 @@ ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 NOT_WITH_BEAMS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "xtc_probability", "mirostat",
     "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop", "max_repeats",
-    "prompt_logprobs", "constraint", "transcript",
+    "prompt_logprobs", "constraint",
 )  # fmt: skip
 """Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities."""
 ONLY_GGUF = (

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 _ONLY = {
     "n": "--num-answers", "logprobs": "--logprobs", "stop": "--stop", "constraint": "a form of the answer",
-    "reasoning_budget": "--reasoning-budget", "num_beams": "--beams",
+    "reasoning_budget": "--reasoning-budget",
 }  # fmt: skip
 """Of an answer that somebody gives; a transcript has none of it."""
 

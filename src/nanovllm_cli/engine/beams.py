@@ -90,7 +90,9 @@ class Searching:
         max_tokens = request.max_len - len(request.prompt_ids)
         self._search = BeamSearch(params.num_beams, params.length_penalty, request.stop_ids, max_tokens)
         tops = self._search.num_tops
-        self._params = SamplingParams(temperature=0.0, max_tokens=1, logprobs=tops, ignore_eos=True, lora=params.lora)
+        self._params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=tops, ignore_eos=True, lora=params.lora, transcript=params.transcript
+        )
         self._drawn: dict[int, TokenLogprobs] = {}
         self._sequences: list[Sequence] = []
         self._add()

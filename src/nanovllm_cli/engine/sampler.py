@@ -71,16 +71,10 @@ from nanovllm_cli.kernels.cpu_sampling import (
     mask_words,
     row_addresses,
 )
-from nanovllm_cli.kernels.cpu_sampling_rows import (
-    NOT_FINITE,
-    NOTHING_LEFT,
-    NUM_KEPT,
-    TEMPERATURE,
-    UNIFORM,
-    XTC_THRESHOLD,
-)
+from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, NUM_KEPT, TEMPERATURE, UNIFORM, XTC_THRESHOLD
 
 Mask = torch.Tensor | Words | None
+
 
 class Sampler:
     """Draws one token for each sequence it is asked for.
@@ -317,14 +311,15 @@ class Sampler:
 
     def _put_logprobs(self, draws: Sequence[_Draw], logits: torch.Tensor) -> None:
         """Of the token drawn by each of those asking, in the model's own logits; of a transcript among what its rules leave."""
-        asking = [draw for draw in draws if draw.is_open and draw.state.params.logprobs is not None]
-        if not asking:
+        if not (asking := [draw for draw in draws if draw.is_open and draw.state.params.logprobs is not None]):
             return
         rows = row_addresses(matrix := as_rows(logits), [draw.row for draw in asking])
         num_top = [draw.state.params.logprobs or 0 for draw in asking]
         found = logprobs(rows, matrix.shape[1], [draw.token_id for draw in asking], num_top)
         for draw, entry in zip(asking, found, strict=True):
-            draw.logprobs = [_token_logprobs(draw.token_id, entry, draw.state.left)]
+            told, rules = _token_logprobs(draw.token_id, entry, draw.state.left), draw.state.rules
+            top = told.top if rules is None or not told.top else rules.likeliest(matrix[draw.row], len(told.top))
+            draw.logprobs = [told._replace(top=top)]
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the

@@ -22,6 +22,7 @@ class TranscriptMask:
         self._rules = rules
         self._known = np.ones(vocab_size, np.bool_)
         self._known[[each for each in rules.bans if each < vocab_size]] = False
+        self._left = self._known
         self._first_bans = [each for each in rules.first_bans if each < vocab_size]
 
     def allowed(self, logits: NDArray[np.float32], drawn: Sequence[int]) -> Words:
@@ -36,7 +37,16 @@ class TranscriptMask:
                     known[:first] = False
         with np.errstate(all="ignore"):
             self.left = _together(logits[known], np.float32) - _together(logits, np.float32)
+        self._left = known
         return packed_bits(known)
+
+    def likeliest(self, logits: NDArray[np.float32], count: int) -> tuple[tuple[int, float], ...]:
+        """So many of the tokens that its latest mask leaves of these logits [V], which it was made of, from the likeliest down,
+        with their log-probabilities among them all."""
+        ids = np.flatnonzero(self._left)
+        order = np.argsort(-logits[ids], kind="stable")[:count]
+        whole = _together(logits[ids], np.float32)
+        return tuple((int(token_id), float(logits[token_id]) - whole) for token_id in ids[order])
 
     def _put_times(self, known: NDArray[np.bool_], drawn: Sequence[int], first: int) -> None:
         known[first - 1] = False  # which says that there are none

@@ -13,6 +13,7 @@ from nanovllm_cli.server.schemas_sampling import bounded
 
 SAMPLING = (
     "temperature", "top_p", "top_k", "min_p", "seed", "repetition_penalty", "presence_penalty", "frequency_penalty",
+    "num_beams", "length_penalty",
 )  # fmt: skip
 """Fields of a request that SamplingParams has."""
 
@@ -49,6 +50,8 @@ class SoundRequest(StrictModel):
     repetition_penalty: float | None = bounded("repetition_penalty")
     presence_penalty: float | None = bounded("presence_penalty")
     frequency_penalty: float | None = bounded("frequency_penalty")
+    num_beams: int | None = bounded("num_beams")
+    length_penalty: float | None = bounded("length_penalty")
     max_completion_tokens: int | None = Field(default=None, ge=1, le=MAX_TOKENS)
     chunking_strategy: Tolerated = None
     timestamp_granularities: list[Literal["segment", "word"]] | None = None

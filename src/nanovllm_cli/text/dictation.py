@@ -174,7 +174,8 @@ def _written(
     text = None
     for temperature in wishes.temperatures:
         usual = {"max_tokens": scribe.text_len // 2, "logprobs": 0, "seed": SEED}
-        own = {**usual, **wishes.sampling, "temperature": temperature, "n": wishes.tries if temperature else 1}
+        own = {**usual, **wishes.sampling, "temperature": temperature}
+        own |= {"n": wishes.tries, "num_beams": 1} if temperature else {"n": 1}  # beams draw nothing
         params = SamplingParams(transcript=scribe.rules(timed=timed), stop_token_ids=(scribe.end,), **own)
         drawn = yield from _asked(prompt, params)
         text = max((_text(scribe, tokenizer, each, temperature) for each in drawn), key=_likelihood)

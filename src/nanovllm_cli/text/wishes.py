@@ -25,7 +25,7 @@ class Wishes:
     """language: a code or a name; None: it is heard. prompt: what may come up, or was said before the sound; carried: in front of
     each window, not the first alone. timed: whether times are wanted; of a sound longer than a window they are found in any case.
     words: those of words, too. conditioned: a window's text begins behind that of the one before. sampling: fields of
-    SamplingParams.
+    SamplingParams; num_beams are of the first try alone, at temperature 0.
 
     temperature: of the first try; rise: by how much it is higher at the next, up to 1, where a text is not good; 0: there is one.
     Both None: 0 and 0.2; a temperature alone is the only one. tries: texts that are drawn side by side at temperatures above 0,
