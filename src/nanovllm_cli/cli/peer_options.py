@@ -276,8 +276,8 @@ EXPLAINED = {
      "--spec-ngram-map-k4v-size-m", "--spec-ngram-map-k4v-min-hits"):
         "--speculate 8 guesses up to eight tokens a step by what the text repeats, --draft-model by a smaller model, --mtp by a "
         "layer of the model's own",
-    ("--tfs-z", "--tfs", "--min-tokens-to-keep", "--use-beam-search"):
-        "that sampler is not supported; --help lists those that are",
+    ("--tfs-z", "--tfs", "--min-tokens-to-keep"): "that sampler is not supported; --help lists those that are",
+    ("--use-beam-search",): "here it is --beams 4",
     ("-cl", "--cache-list"): "nanovllm models list shows what is in the cache",
     ("--completion-bash",): "nanovllm completion bash prints it",
     ("-rpc", "--rpc"): "a model is computed on one machine: leave it out",

@@ -71,10 +71,16 @@ from nanovllm_cli.kernels.cpu_sampling import (
     mask_words,
     row_addresses,
 )
-from nanovllm_cli.kernels.cpu_sampling_rows import NOT_FINITE, NOTHING_LEFT, NUM_KEPT, TEMPERATURE, UNIFORM, XTC_THRESHOLD
+from nanovllm_cli.kernels.cpu_sampling_rows import (
+    NOT_FINITE,
+    NOTHING_LEFT,
+    NUM_KEPT,
+    TEMPERATURE,
+    UNIFORM,
+    XTC_THRESHOLD,
+)
 
 Mask = torch.Tensor | Words | None
-
 
 class Sampler:
     """Draws one token for each sequence it is asked for.
@@ -318,8 +324,7 @@ class Sampler:
         found = logprobs(rows, matrix.shape[1], [draw.token_id for draw in asking], num_top)
         for draw, entry in zip(asking, found, strict=True):
             told, rules = _token_logprobs(draw.token_id, entry, draw.state.left), draw.state.rules
-            top = told.top if rules is None or not told.top else rules.likeliest(matrix[draw.row], len(told.top))
-            draw.logprobs = [told._replace(top=top)]
+            draw.logprobs = [told if rules is None else told._replace(top=rules.likeliest(matrix[draw.row], len(told.top)))]
 
     def prompt_logprobs(self, logits: torch.Tensor, targets: Sequence[int], num: int) -> list[TokenLogprobs]:
         """Log-probabilities of targets[i] in logits[i] of [R, V], with `num` alternatives each; R may exceed the
