@@ -170,6 +170,16 @@ def test_nothing_depends_on_how_it_is_computed(folder: Path, engine: Engine, set
     assert (stats.prefix_hit_tokens > 0) == settings.get("enable_prefix_caching", True)
 
 
+def test_who_came_later_does_not_come_between_two_rounds(folder: Path) -> None:
+    engine = engine_for(worker_for(folder, max_num_seqs=1), max_num_seqs=1)
+    engine.add("beams", PROMPTS[0], beams(3, max_tokens=4))
+    engine.add("later", PROMPTS[1], SamplingParams(max_tokens=4, ignore_eos=True))
+    order = []
+    while engine.has_unfinished():
+        order += [output.request_id for output in engine.step()]
+    assert order == ["beams"] * (1 + 3 * 3) + ["later"] * 4
+
+
 def test_a_round_computes_no_more_than_what_the_last_block_holds(folder: Path) -> None:
     engine = engine_for(worker_for(folder))
     prompt = [3 + i % 20 for i in range(100)]
