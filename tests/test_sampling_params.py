@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import json
 import math
+import pickle
 import subprocess
 import sys
 from collections.abc import Callable
@@ -362,10 +364,35 @@ def test_a_given_floor_lifts_the_files_ceiling() -> None:
 
 
 def test_an_unknown_override_is_a_usage_error() -> None:
-    with pytest.raises(UsageError, match="unknown sampling parameter 'topp'"):
+    with pytest.raises(UsageError, match="there is no sampling parameter 'topp'"):
         SamplingParams.from_generation_config({}, topp=0.5)
 
 
 def test_the_module_loads_no_torch() -> None:
     code = "import sys, nanovllm_cli.sampling_params; sys.exit('torch' in sys.modules or 'numpy' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [
+        ("max_new_tokens", "did you mean max_tokens?"), ("temprature", "did you mean temperature?"),
+        ("repeat_penalty", "did you mean repetition_penalty?"), ("beam_width", "did you mean num_beams?"),
+        ("structured_outputs", 'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
+        ("best_of", "num_beams looks for the likeliest answers, n draws several"), ("detokenize", "leave it out"),
+        ("frobnicate", "known: adaptive_decay, adaptive_target, "),
+    ],
+)  # fmt: skip
+def test_a_field_that_there_is_not_is_told_with_what_there_is(name: str, hint: str) -> None:
+    """What scripts for vLLM and transformers say, and what is mistyped."""
+    for make_it in (lambda: SamplingParams(**{name: 1}), lambda: SamplingParams.from_generation_config({}, **{name: 1})):  # type: ignore[arg-type]
+        with pytest.raises(UsageError) as caught:
+            make_it()
+        assert caught.value.message == f"there is no sampling parameter {name!r}"
+        assert str(caught.value.hint).startswith(hint)
+
+
+def test_params_are_copied_and_pickled_like_other_values() -> None:
+    params = SamplingParams(temperature=0.5, stop=["x"], logit_bias={3: 1.0}, num_beams=1)
+    for again in (copy.copy(params), copy.deepcopy(params), pickle.loads(pickle.dumps(params)), dataclasses.replace(params)):
+        assert again == params

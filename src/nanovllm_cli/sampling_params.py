@@ -6,9 +6,10 @@ can be a dict key. What the fields do to the logits, and in which order, is `eng
 
 from __future__ import annotations
 
+import difflib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, fields, replace
-from typing import Any
+from typing import Any, Self
 
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint, ReasoningPhase, TranscriptRules
@@ -110,6 +111,26 @@ _FROM_GENERATION_CONFIG = {
     **{name: name for name in ONLY_GGUF},
     "max_new_tokens": "max_tokens",
 }
+
+_OTHER_NAMES = {
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
+    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "typical": "typical_p",
+    "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "beam_width": "num_beams",
+    "top_logprobs": "logprobs",
+}  # fmt: skip
+"""What transformers, llama.cpp and OpenAI call fields."""
+_HABITS = {
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format", "json_schema", "grammar"),
+                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
+    **dict.fromkeys(("use_beam_search", "best_of"), "num_beams looks for the likeliest answers, n draws several"),
+    **dict.fromkeys(("logits_processors", "logits_processor"), "logit_bias, bad_words, allowed_token_ids say what is drawn"),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone"), "leave it out"),
+    "do_sample": "temperature=0 takes the likeliest token", "early_stopping": "leave it out",
+    "truncate_prompt_tokens": "a prompt is never cut: shorten it", "lora_request": "lora=NAME, of the model's lora_modules",
+}  # fmt: skip
+"""Fields that vLLM and transformers have, and what serves instead."""
+_DEFAULTS: dict[str, Any] = {}
+"""Of all fields; filled behind the class."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -225,6 +246,14 @@ class SamplingParams:
     reasoning: ReasoningPhase | None = None
     transcript: TranscriptRules | None = None
 
+    def __new__(cls, *values: object, **given: object) -> Self:
+        """Raises UsageError for a field that there is not."""
+        for name in sorted(given.keys() - _DEFAULTS.keys()):
+            near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _DEFAULTS, n=1)), None)
+            hint = _HABITS.get(name) or (f"did you mean {near}?" if near else f"known: {', '.join(sorted(_DEFAULTS))}")
+            raise UsageError(f"there is no sampling parameter {name!r}", hint)
+        return object.__new__(cls)
+
     def __post_init__(self) -> None:
         for name, (low, high) in FLOAT_BOUNDS.items():
             self._set(name, number(name, getattr(self, name), low, high))
@@ -326,10 +355,6 @@ class SamplingParams:
         `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The rest is
         ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes its place.
         """
-        known = {field.name for field in fields(cls)}
-        unknown = sorted(overrides.keys() - known)
-        if unknown:
-            raise UsageError(f"unknown sampling parameter {unknown[0]!r}", "known: " + ", ".join(sorted(known)))
         defaults: dict[str, Any] = {}
         for theirs, ours in _FROM_GENERATION_CONFIG.items():
             if config.get(theirs) is not None and ours not in overrides:
@@ -362,7 +387,7 @@ class SamplingParams:
         object.__setattr__(self, name, value)
 
 
-_DEFAULTS = {each.name: each.default for each in fields(SamplingParams)}
+_DEFAULTS.update({each.name: each.default for each in fields(SamplingParams)})
 
 
 def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) -> list[SamplingParams]:
