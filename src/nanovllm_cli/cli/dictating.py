@@ -142,7 +142,8 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     if len(question.sounds) > 1 and question.wishes.subtitles is not None:
         told = f"a file of subtitles is of one sound, and this is about {len(question.sounds)}"
         raise UsageError(told, 'for f in *.mp3; do nanovllm run MODEL --audio "$f" --subtitles srt -o "$f.srt"; done')
-    unknown = [flag for name, flag in _ONLY.items() if given.get(name) not in (None, 1, ())]
+    usual = {"n": 1, "stop": ()}
+    unknown = [flag for name, flag in _ONLY.items() if given.get(name) is not None and given[name] != usual.get(name)]
     if unknown:
         raise UsageError(f"{unknown[0]} has no meaning for a transcript", "leave it out")
     sampling: dict[str, Any] = {name: value for name, value in given.items() if name not in ("temperature", *_ONLY)}
