@@ -110,7 +110,9 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     code, out, _ = doors.command("run", str(folder), "--audio", sound, "--language", "de", "--json", *BRIEFLY, *ARGS)
     record = json.loads(out)
     assert code == 0
-    assert record["answers"][0]["text"].strip() == told.text
+    assert (record["answers"][0]["text"].strip(), record["answers"][0]["language"]) == (told.text, "de")
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--jsonl", *BRIEFLY, *ARGS)
+    assert json.loads(out.splitlines()[-1])["answers"][0]["language"] in LANGUAGES, "which it has heard"
 
 
 def test_run_tells_times_of_words(folder: Path, words: list[Word], library: Any, sound: str, doors: Doors) -> None:

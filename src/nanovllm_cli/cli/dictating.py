@@ -74,6 +74,7 @@ class DictationAnswering(Answering):
             self._steps = self._steps if self._finished else self._begun()
             return [Piece(answer, "", rest, None, None)]
         if isinstance(step, Heard):
+            answer.language = step.language
             return []
         text, segments = self._written(answer, step), [_segment(each) for each in step]
         answer.content += text

@@ -359,7 +359,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
             "a Whisper has no beams here: a text that is not good is drawn again, --best-of N times side by side",
         ("-nf", "--no-fallback"): "here it is -tpi 0",
         ("-nt", "--no-timestamps", "--without-timestamps"): "only --subtitles writes times: leave it out",
-        ("-dl", "--detect-language"): "a Whisper hears the language where nobody names one: leave it out",
+        ("-dl", "--detect-language"): "a Whisper hears the language where nobody names one, and --json tells it: leave it out",
         ("--vad", "--vad-filter", "--vad-model", "-vm"):
             "speech is not looked for beforehand; --no-speech-threshold leaves out what is none",
         ("--clip-timestamps", "--offset-t", "--duration"): "cut a sound beforehand: ffmpeg -ss 60 -t 30 -i FILE part.wav",
