@@ -206,7 +206,8 @@ def test_a_language_is_heard_as_transformers_hears_it(llm: LLM) -> None:
         with torch.inference_mode():
             logits = whisper()(input_features=features_of(llm, sound), decoder_input_ids=torch.tensor([[START]])).logits[0, -1]
         likeliest = LANGUAGES[int(logits[EN : FR + 1].argmax())]
-        assert transcribe(llm, sound, Wishes(**PLAIN)).language == likeliest
+        for nothing in (None, "", " Auto "):
+            assert transcribe(llm, sound, Wishes(nothing, **PLAIN)).language == likeliest
         silent = transcribe(llm, sound, Wishes(**PLAIN)).passages[0].silent
         assert silent == pytest.approx(logits.softmax(-1)[NOTHING].item(), rel=1e-3)
         found.add(likeliest)
@@ -377,6 +378,10 @@ def test_temperatures_rise_as_openais(wishes: dict[str, Any], temperatures: tupl
         {"temperature": -0.1}, {"temperature": math.nan}, {"temperature": "hot"}, {"temperature": True}, {"rise": -0.2},
         {"rise": 0.001}, {"rise": math.inf}, {"tries": 0}, {"tries": 65}, {"tries": 2.0}, {"tries": True},
         {"most_squeezed": math.inf}, {"least_likely": "x"}, {"silent": math.nan},
+        *({"sampling": {name: value}} for name, value in {
+            "n": 2, "temperature": 0.5, "logprobs": None, "stop": ("x",), "stop_token_ids": (5,), "transcript": None,
+            "nonsense": 1,
+        }.items()),
     ],
 )  # fmt: skip
 def test_wishes_without_a_meaning_are_refused(wrong: dict[str, Any]) -> None:

@@ -34,10 +34,11 @@ def test_a_peers_flag_is_never_read_as_one_of_ours_with_a_value() -> None:
     command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
     calls = (["tiny", "-ot", "x"], "-ot"), (["-mli"], "-mli"), (["tiny", "-hft", "x"], "-hft"), (["tiny", "-ptc", "4"], "-ptc")
     calls += (["tiny", "-fa=on", "hi"], "-fa"), (["-mmu", "x"], "-mmu"), (["tiny", "-fitt", "1024"], "-fitt")
+    calls += (["tiny", "-osrt"], "-osrt"), (["tiny", "-of", "talk"], "-of"), (["tiny", "-tr"], "-tr")
     for words, flag in calls:
         with pytest.raises(typer.TyperException) as refused:
             command.make_context("run", words)
-        assert explanation(refused.value).hint == habits._SENTENCES[flag]
+        assert explanation(refused.value).hint == (habits._SENTENCES | habits._SENTENCES_THERE["run"])[flag]
 
 
 @pytest.mark.parametrize(
@@ -55,6 +56,14 @@ def test_a_flag_of_one_command_is_never_read_as_one_of_another_with_a_value(comm
     with pytest.raises(typer.TyperException) as refused, root.make_context(PROGRAM, [command, "tiny", *words]) as ctx:
         root.invoke(ctx)
     assert (explanation(refused.value).hint or "").startswith(hint)
+
+
+@pytest.mark.parametrize("value", ["de", "auto"])
+def test_a_language_as_whisper_cpp_takes_it_is_no_bias(value: str) -> None:
+    command = get_command(build()).commands["run"]  # type: ignore[attr-defined]
+    with pytest.raises(typer.TyperException) as refused:
+        command.make_context("run", ["tiny", "-l", value])
+    assert f"a language is --language {value}" in refused.value.message
 
 
 def test_hints_of_commands_name_commands() -> None:

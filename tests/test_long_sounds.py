@@ -147,7 +147,8 @@ def test_the_sound_of_a_video_is_heard(container: str, codec: str, options: dict
 
 def test_a_sound_whose_channels_and_rate_change_is_heard_to_its_end() -> None:
     """As in recordings of broadcasts, from one programme to the next."""
-    parts = [contained("adts", "aac", layout="mono"), contained("adts", "aac"), contained("adts", "aac", rate=32_000, layout="mono")]
+    kinds = (44_100, "mono"), (44_100, "stereo"), (32_000, "mono")
+    parts = [contained("adts", "aac", rate, layout) for rate, layout in kinds]
     for order in ((0, 1, 2), (1, 0, 2), (2, 1, 0)):
         found = samples_of(b"".join([parts[i] for i in order]), "it")
         assert len(found) / RATE == pytest.approx(6.0, abs=0.3)

@@ -93,7 +93,8 @@ def test_families_are_asked_as_they_were_trained(tokenizer: Tokenizer) -> None:
         return messages, tokenizer.decode(begins, skip_special_tokens=False)
 
     user = {"role": "user", "content": [PART]}
-    assert begun(ears._QWEN3_TRANSCRIPT) == ([user], "")
+    for nothing in (None, "", "auto"):
+        assert begun(ears._QWEN3_TRANSCRIPT, nothing) == ([user], "")
     assert begun(ears._QWEN3_TRANSCRIPT, "de") == ([user], "language German<asr_text>")
     subject = {"role": "system", "content": "Names: Ada"}
     assert begun(ears._QWEN3_TRANSCRIPT, "ja", "Names: Ada") == ([subject, user], "language Japanese<asr_text>")

@@ -110,7 +110,9 @@ def test_run_as_json(folder: Path, told: Transcript, sound: str, doors: Doors) -
     code, out, _ = doors.command("run", str(folder), "--audio", sound, "--language", "de", "--json", *BRIEFLY, *ARGS)
     record = json.loads(out)
     assert code == 0
-    assert record["answers"][0]["text"].strip() == told.text
+    assert (record["answers"][0]["text"].strip(), record["answers"][0]["language"]) == (told.text, "de")
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--jsonl", *BRIEFLY, *ARGS)
+    assert json.loads(out.splitlines()[-1])["answers"][0]["language"] in LANGUAGES, "which it has heard"
 
 
 def test_run_tells_times_of_words(folder: Path, words: list[Word], library: Any, sound: str, doors: Doors) -> None:
@@ -211,6 +213,10 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
         (("--audio", "SOUND", "--language", "germn"), "german (de)"), (("--audio", "SOUND", "--video", "FILM"), "looks at no"),
         (("--audio", "SOUND", "--num-answers", "2"), "--num-answers has no meaning for a transcript"),
         (("--audio", "SOUND", "--continue", "--translate"), "cannot be used together"),
+        (("--audio", "SOUND", "--json", "--logprobs", "1"), "--logprobs has no meaning for a transcript"),
+        (("--audio", "SOUND", "--reasoning-budget", "1"), "--reasoning-budget has no meaning for a transcript"),
+        (("--audio", "SOUND", "--prompt-cache", "CACHE"), "--prompt-cache has no meaning: this model writes down sounds"),
+        (("--audio", "SOUND", "--chat-template", "chatml"), "--chat-template has no meaning: this"),
         (("--audio", "SOUND", "--subtitles", "ass"), "srt"),
         (("--batch", "SOUND", "--language", "de"), "cannot be used together"),
     ],
@@ -218,7 +224,7 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
 def test_run_refuses_what_makes_no_sense(words: tuple[str, ...], said: str, folder: Path, sound: str, doors: Doors) -> None:
     (film := Path(sound).with_name("film.avi")).write_bytes(b"RIFF\0\0\0\0AVI " + bytes(100))
     (broken := film.with_name("broken.wav")).write_bytes(SOUND[:12])
-    named = {"SOUND": sound, "FILM": str(film), "BROKEN": str(broken)}
+    named = {"SOUND": sound, "CACHE": str(film.with_name("cache")), "FILM": str(film), "BROKEN": str(broken)}
     code, out, err = doors.command("run", str(folder), *(named.get(each, each) for each in words), *ARGS)
     assert (code, out) == (2, ""), err
     assert said in err
@@ -453,6 +459,8 @@ def test_what_a_server_refuses(client: Any) -> None:
     with pytest.raises(openai.BadRequestError, match="audio/transcriptions"):
         client.chat.completions.create(model="whisper", messages=[{"role": "user", "content": "x"}])
     assert create(**asked, language="de").text
+    heard = [create(**asked, language=nothing).text for nothing in ("", "auto")]
+    assert heard == [create(**asked).text] * 2, "as many clients send it where nobody chose one"
 
 
 @pytest.mark.parametrize(("form", "expected"), [("vtt", "WEBVTT\n\n"), ("srt", ""), (None, "")])

@@ -4,7 +4,8 @@ neither steps nor neighbours change it; then words, and what becomes of their ti
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
 import numpy as np
 import pytest
@@ -19,6 +20,8 @@ from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.wishes import Wishes
+from nanovllm_cli.transcribing import wishes_of_a_model
 from nanovllm_cli.vision_spec import TokenIds
 
 pytest.importorskip("transformers")
@@ -202,4 +205,9 @@ def test_what_has_no_times_is_refused(worker: Worker, spec: HearingSpec, folder:
         engine.embed("1", [*BEGINS, *TEXT, END], good)
     with pytest.raises(UnsupportedError):
         engine.embed("1", prompt, "mean")
+    spec_ = SimpleNamespace(vocab_size=9)
+    divided = cast(Any, SimpleNamespace(tensor_parallel_size=2, default_params=SamplingParams(), spec=spec_))
+    with pytest.raises(UnsupportedError, match="several processes"):  # before half a minute is written down
+        wishes_of_a_model(divided, Wishes(words=True))
+    wishes_of_a_model(divided, Wishes())
     assert not engine.has_unfinished()

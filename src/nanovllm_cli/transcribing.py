@@ -60,7 +60,12 @@ def passages_of(
 
 
 def wishes_of_a_model(llm: LLM, wishes: Wishes) -> None:
-    """Raises UsageError for fields of SamplingParams that its vocabulary has not."""
+    """Raises UsageError for fields of SamplingParams that its vocabulary has not, UnsupportedError for times that it won't tell.
+    """
+    from nanovllm_cli.engine.pooling import check_times
+
+    if wishes.words:
+        check_times(llm.tensor_parallel_size)
     llm.default_params.under(wishes.sampling).check_vocabulary(llm.spec.vocab_size)
 
 

@@ -34,7 +34,8 @@ class Settled(NamedTuple):
 class Answer:
     """One of the answers to a question, as far as it has come.
 
-    logprobs: records of its tokens, None where they were not asked for. segments: of a transcript, records of its passages.
+    logprobs: records of its tokens, None where they were not asked for. segments: of a transcript, records of its passages;
+    language: of what is said in it, its code.
     error: what failed, with finish_reason "error". unmeetable: it is what was asked for, and fails again.
     """
 
@@ -48,6 +49,7 @@ class Answer:
     error: str | None = None
     unmeetable: bool = False
     segments: list[Record] | None = None
+    language: str | None = None
 
     def check(self, hint: str | None = None) -> None:
         """Raises what failed, if anything did. hint: where it may not fail again."""

@@ -74,6 +74,7 @@ class DictationAnswering(Answering):
             self._steps = self._steps if self._finished else self._begun()
             return [Piece(answer, "", rest, None, None)]
         if isinstance(step, Heard):
+            answer.language = step.language
             return []
         text, segments = self._written(answer, step), [_segment(each) for each in step]
         answer.content += text
@@ -142,7 +143,8 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     if len(question.sounds) > 1 and question.wishes.subtitles is not None:
         told = f"a file of subtitles is of one sound, and this is about {len(question.sounds)}"
         raise UsageError(told, 'for f in *.mp3; do nanovllm run MODEL --audio "$f" --subtitles srt -o "$f.srt"; done')
-    unknown = [flag for name, flag in _ONLY.items() if given.get(name) not in (None, 1, ())]
+    usual = {"n": 1, "stop": ()}
+    unknown = [flag for name, flag in _ONLY.items() if given.get(name) is not None and given[name] != usual.get(name)]
     if unknown:
         raise UsageError(f"{unknown[0]} has no meaning for a transcript", "leave it out")
     sampling: dict[str, Any] = {name: value for name, value in given.items() if name not in ("temperature", *_ONLY)}

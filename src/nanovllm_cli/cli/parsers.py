@@ -14,6 +14,7 @@ from typing import Any, get_args
 from nanovllm_cli.config import MAX_SCALE, EngineConfig, KVCacheDType, LoraModule, RopeChange, RopeKind
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.spoken import LANGUAGES
 
 _SIZE = re.compile(r"([0-9]{1,18}(?:\.[0-9]{0,18})?|\.[0-9]{1,18})\s*([kKmMgGtT]?)(i?[bB])?")
 _POWERS = {"": 0, "k": 1, "m": 2, "g": 3, "t": 4}
@@ -76,7 +77,8 @@ def logit_bias(text: str) -> tuple[int, float]:
     match = re.fullmatch(r"\s*([0-9]{1,10})\s*([+-](?:[0-9]+\.?[0-9]*|\.[0-9]+))\s*", text)
     if match is None:
         never = "; -100 all but forbids a token, --bad-word forbids a text" if text.strip().lower().endswith("-inf") else ""
-        raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5{never}")
+        spoken = f"; a language is --language {text}" if text in LANGUAGES or text == "auto" else ""  # whisper.cpp's -l
+        raise ValueError(f"{text!r} is not a token id with a bias, such as 15043+1 or 15043-1.5{never}{spoken}")
     return int(match[1]), float(match[2])
 
 

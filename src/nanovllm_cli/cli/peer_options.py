@@ -349,6 +349,24 @@ EXPLAINED = {
 
 _A_FORM = "a request says what form its answer has: response_format, or json_schema, grammar, structured_outputs"
 THERE: dict[str, dict[tuple[str, ...], str]] = {
+    "run": {
+        ("--task", "-tr"): "here it is --translate, which has a Whisper write English; all else follows from the model's files",
+        ("--output-format", "--output-srt", "-osrt", "--output-vtt", "-ovtt", "--output-txt", "-otxt", "--output-json", "-oj",
+         "--output-json-full", "-ojf", "-of", "-olrc", "-ocsv", "-owts"):
+            "a transcript is text, with --subtitles srt or vtt a file of these, with --json both; -o FILE keeps it",
+        ("--initial-prompt",): "what may come up in a sound stands behind it: --audio FILE 'names and words'",
+        ("--beam-size", "--patience", "--length-penalty"):
+            "a Whisper has no beams here: a text that is not good is drawn again, --best-of N times side by side",
+        ("-nf", "--no-fallback"): "here it is -tpi 0",
+        ("-nt", "--no-timestamps", "--without-timestamps"): "only --subtitles writes times: leave it out",
+        ("-dl", "--detect-language"): "a Whisper hears the language where nobody names one, and --json tells it: leave it out",
+        ("--vad", "--vad-filter", "--vad-model", "-vm"):
+            "speech is not looked for beforehand; --no-speech-threshold leaves out what is none",
+        ("--clip-timestamps", "--offset-t", "--duration"): "cut a sound beforehand: ffmpeg -ss 60 -t 30 -i FILE part.wav",
+        ("-di", "--diarize", "-tdrz", "--tinydiarize"): "who speaks is not told",
+        ("-et", "--entropy-thold"): "here it is --compression-ratio-threshold, a number of another kind",
+        ("--suppress-tokens", "--suppress-nst"): "what is never written follows from the model's files: leave it out",
+    },
     "serve": {
         ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file", "--json-object", "--regex"): _A_FORM,
         ("-sys", "--system-prompt", "--response-role"): "a request brings its messages, the system prompt among them",

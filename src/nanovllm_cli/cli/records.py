@@ -6,7 +6,7 @@
 --batch    {"id", "line", "model", "answers", "usage", "key"}, and "prompt_logprobs" where a line asks for them,
            or {"id", "line", "error": {"type", "message"}, "key"}
 answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
-           and "reasoning", "logprobs", "segments" where there are any
+           and "reasoning", "logprobs", "language", "segments" where there are any
 segment    {"start", "end", "text"} of a transcript, in seconds, how it was found, and "words" where they are asked for
 """
 
@@ -154,6 +154,8 @@ def answer_record(answer: Answer, reasoning: str | None) -> Record:
     }
     if answer.logprobs is not None:
         record["logprobs"] = answer.logprobs
+    if answer.language is not None:
+        record["language"] = answer.language
     if answer.segments is not None:
         record["segments"] = answer.segments
     if answer.error is not None:

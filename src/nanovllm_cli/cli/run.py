@@ -124,6 +124,7 @@ def run(
         return found
 
     asked = _Asked(
+        ctx=ctx,
         answerer=opened,
         words=[*([prompt.prompt] if prompt.prompt is not None else []), *spoken],
         given=given,
@@ -146,9 +147,10 @@ def _is_said(word: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the options come to, once they are checked. answerer: opens whoever answers, which may take long. given: fields of
-    SamplingParams. last: the run to go on from. model_word: the argument that names the model, if one does."""
+    """What the options come to, once they are checked. ctx: of the command. answerer: opens whoever answers, which may take long.
+    given: fields of SamplingParams. last: the run to go on from. model_word: the argument that names the model, if one does."""
 
+    ctx: typer.Context
     answerer: Callable[[], Answerer]
     words: list[str]
     given: dict[str, Any]
@@ -196,6 +198,8 @@ def _run_one(
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
         if answerer.dictates:
+            of_texts = "prompt_cache", "prompt_cache_ro", "chat_template", "raw"
+            refuse_typed(asked.ctx, of_texts, "has no meaning: this model writes down sounds", "leave it out")
             sounds, names = [each.data if each.is_sound else each.url for each in files], [each.name for each in files]
             question = Question(text=text, sounds=sounds, names=names, wishes=wishes)
         elif wishes != TranscriptWishes():

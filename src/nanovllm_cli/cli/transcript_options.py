@@ -10,7 +10,7 @@ from nanovllm_cli.cli import parsers
 from nanovllm_cli.cli.command import TRANSCRIPT, option
 from nanovllm_cli.cli.question import TranscriptWishes
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.text.spoken import LANGUAGES, language_of
+from nanovllm_cli.text.spoken import LANGUAGES, language_of, told
 from nanovllm_cli.text.transcripts import LANGUAGES as OTHERS
 from nanovllm_cli.text.wishes import RISE, Wishes, default_wish
 
@@ -77,8 +77,8 @@ class TranscriptOptions:
                 raise UsageError(f"{flag} is 1 or more, not {value}")
             if value is not None and self.subtitles is None:
                 raise UsageError(f"{flag} has no meaning without --subtitles", "add --subtitles srt, or vtt")
-        if self.language is not None:
-            language_of(self.language, EVERY_LANGUAGE)
+        if (language := told(self.language)) is not None:
+            language_of(language, EVERY_LANGUAGE)
         bounds = {name: None if math.isinf(value) else value for name in ("most_squeezed", "least_likely", "silent")
                   if (value := getattr(self, name)) is not None}  # fmt: skip
         others = {name: value for name in ("rise", "tries", "conditioned") if (value := getattr(self, name)) is not None}

@@ -35,11 +35,16 @@ def check_pooling(
         raise UnsupportedError("texts are embedded, and no images")
 
 
+def check_times(num_processes: int) -> None:
+    """Raises UnsupportedError where times of words can't be told."""
+    if num_processes > 1:
+        raise UnsupportedError("times of words are not told where several processes compute a model", "leave -tp out")
+
+
 def _check_alignment(wanted: Alignment, prompt: Iterable[int], hearing: HearingSpec | None, num_processes: int) -> None:
     if hearing is None or not hearing.leads:
         raise UnsupportedError("this model attends to no sound beside its text: it knows no times of words", "take a Whisper")
-    if num_processes > 1:
-        raise UnsupportedError("times of words are not told where several processes compute a model", "leave -tp out")
+    check_times(num_processes)
     layers, heads = hearing.decoder
     placed: PlacedImage = prompt.images[0]  # type: ignore[attr-defined]
     length = len(prompt) - placed.end  # type: ignore[arg-type]

@@ -23,7 +23,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.hearing_spec import HOP, RATE, HearingSpec
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.scribe import SECONDS, Scribe
-from nanovllm_cli.text.spoken import language_of
+from nanovllm_cli.text.spoken import language_of, told
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.text.words import Said, Word, spoken
@@ -105,8 +105,8 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
     model can't do, before anything is asked."""
     (whole,) = clip.images
     prompted = "" if wishes.prompt is None else wishes.prompt.strip()
-    told = tokenizer.encode(f" {prompted}", add_special_tokens=False, parse_special=False) if prompted else []
-    if told and scribe.previous is None:
+    given = tokenizer.encode(f" {prompted}", add_special_tokens=False, parse_special=False) if prompted else []
+    if given and scribe.previous is None:
         raise UnsupportedError("this model's vocabulary has no <|startofprev|>, which a prompt stands behind", "leave it out")
     language = _language(scribe, wishes)
     scribe.begins(language or next(iter(scribe.languages), None), wishes.task, timed=False)  # refuses what there is not
@@ -116,8 +116,8 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
     timed = wishes.timed or wishes.words or whole.heard > spec.piece
     begins, plainly = (scribe.begins(language, wishes.task, timed=each) for each in (timed, False))
     room = scribe.text_len // 2 - 1  # as much for the text before as for this one
-    ahead = told[-room:] if wishes.carried else []
-    before, seek, until = [] if wishes.carried else told, 0, 0.0
+    ahead = given[-room:] if wishes.carried else []
+    before, seek, until = [] if wishes.carried else given, 0, 0.0
     while seek < whole.heard:
         window, size = spec.window(whole, seek), min(spec.piece, whole.heard - seek)
         said = [*ahead, *before[max(0, len(before) - room + len(ahead)) :]]
@@ -145,9 +145,9 @@ def dictate(scribe: Scribe, spec: HearingSpec, tokenizer: Tokenizer, clip: Clip,
 
 def _language(scribe: Scribe, wishes: Wishes) -> str | None:
     """Its code, where it is told and matters."""
-    if wishes.language is None:
+    if (given := told(wishes.language)) is None:
         return None
-    code = language_of(wishes.language, scribe.languages or ("en",))
+    code = language_of(given, scribe.languages or ("en",))
     return code if scribe.languages else None
 
 

@@ -35,6 +35,12 @@ _OTHERS = {
 _CODES = {**{name: code for code, name in LANGUAGES.items()}, **_OTHERS}
 
 
+def told(given: str | None) -> str | None:
+    """A language that somebody names; None where it is to be heard: of nothing, as forms send that, and of whisper.cpp's "auto".
+    """
+    return None if given is None or given.strip().lower() in ("", "auto") else given
+
+
 def language_of(given: str, known: Collection[str]) -> str:
     """The code of a language that is among `known` codes, by its code ("en", "en-US") or a name. Raises UsageError."""
     word = given.strip().lower()

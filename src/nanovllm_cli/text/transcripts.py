@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Transcript
-from nanovllm_cli.text.spoken import nearest
+from nanovllm_cli.text.spoken import nearest, told
 
 if TYPE_CHECKING:
     from nanovllm_cli.text.tokenizer import Tokenizer
@@ -43,7 +43,7 @@ def asks(
     Raises UsageError for an unknown language, UnsupportedError for a prompt or a language that the model was not made for.
     """
     said: dict[str, str] = {}
-    if language:
+    if (language := told(language)) is not None:
         code = language_of(language)
         said = {"code": code, "name": LANGUAGES[code]}
     question = (known.question_in if said else known.question).format(**said)

@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any
 
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.scribe import Task
 
 HOTTEST = 1.0
@@ -18,6 +19,10 @@ HOTTEST = 1.0
 RISE = 0.2
 """From one temperature to the next."""
 LEAST_RISE, MOST_TRIES = 0.01, 64
+_OURS = (
+    "temperature", "n", "logprobs", "prompt_logprobs", "stop", "stop_token_ids", "transcript", "constraint", "reasoning",
+)  # fmt: skip
+"""Fields of SamplingParams that a transcript decides."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,7 +30,8 @@ class Wishes:
     """language: a code or a name; None: it is heard. prompt: what may come up, or was said before the sound; carried: in front of
     each window, not the first alone. timed: whether times are wanted; of a sound longer than a window they are found in any case.
     words: those of words, too. conditioned: a window's text begins behind that of the one before. sampling: fields of
-    SamplingParams; num_beams are of the first try alone, at temperature 0.
+    SamplingParams, but for those that say how many texts there are, where they end and what is told of them; num_beams are of
+    the first try alone, at temperature 0.
 
     temperature: of the first try; rise: by how much it is higher at the next, up to 1, where a text is not good; 0: there is one.
     Both None: 0 and 0.2; a temperature alone is the only one. tries: texts that are drawn side by side at temperatures above 0,
@@ -61,6 +67,8 @@ class Wishes:
             raise UsageError(f"a temperature is 0 or more, not {self.temperature:g}")
         if self.rise is not None and self.rise != 0 and self.rise < LEAST_RISE:
             raise UsageError(f"temperatures rise by {LEAST_RISE:g} at least, not by {self.rise:g}", "0 tries once")
+        if unknown := [name for name in self.sampling if name in _OURS or name not in SamplingParams.__dataclass_fields__]:
+            raise UsageError(f"a transcript's sampling has no {unknown[0]!r}", "temperature, rise and tries are fields of Wishes")
         if type(self.tries) is not int or not 1 <= self.tries <= MOST_TRIES:
             raise UsageError(f"a text is drawn 1 to {MOST_TRIES} times at a temperature, not {str(self.tries)[:40]}")
 
