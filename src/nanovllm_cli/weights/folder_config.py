@@ -14,6 +14,8 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 
+SETTINGS = ("quantization_config", "compression_config")
+"""What says how a folder is quantized; the second, early versions of compressed-tensors wrote."""
 _MODELOPT_CONFIG = "hf_quant_config.json"
 _LLAVAS = [["LlavaForConditionalGeneration"], ["LlavaOnevisionForConditionalGeneration"]]
 
@@ -51,11 +53,16 @@ def read_config(folder: Path) -> dict[str, Any]:
 def _quantized_outside(config: dict[str, Any]) -> dict[str, Any]:
     """With what the text model's part says of quantization, as Kimi K2.5's does, where others say it."""
     text = config.get("text_config")
-    is_said = any(config.get(key) is not None for key in ("quantization_config", "compression_config", "quantization"))
+    is_said = any(config.get(key) is not None for key in (*SETTINGS, "quantization"))
     if is_said or not isinstance(text, dict) or text.get("quantization_config") is None:
         return config
     rest = {key: value for key, value in text.items() if key != "quantization_config"}
     return {**config, "text_config": rest, "quantization_config": text["quantization_config"]}
+
+
+def quantization_of(config: Mapping[str, Any]) -> Any:
+    """What it says of how others quantized the folder, whatever that is; None where it says nothing."""
+    return next((config[key] for key in SETTINGS if config.get(key)), None)
 
 
 def as_published(config: Mapping[str, Any]) -> Mapping[str, Any]:

@@ -28,6 +28,7 @@ from nanovllm_cli.weights.quantized_hqq import HQQWeight
 from nanovllm_cli.weights.quantized_microscaled import MicroscaledWeight
 from nanovllm_cli.weights.quantized_mlx import AffineWeight
 from nanovllm_cli.weights.quantized_nvfp4 import NVFP4Weight
+from nanovllm_cli.weights.quantized_rows import whole_of
 from nanovllm_cli.weights.quantized_weight import HasScales, Part, QuantizedWeight, Unpacked, numbers
 from nanovllm_cli.weights.weight_reader import row_slices
 
@@ -47,12 +48,13 @@ class GGUFNumbers(Unpacked):
         told = self.config.get("text_config") or self.config
         dtype = told.get("dtype") or told.get("torch_dtype") or self.config.get("dtype") or self.config.get("torch_dtype")
         self._of_model = _OF_MODEL.get(str(dtype).removeprefix("torch."), "BF16")
-        own = {name: self._kind(weight) for name, weight in weights.items()}
+        self._whole = {name: whole_of(weight) for name, weight in weights.items()}
+        own = {name: self._kind(weight) for name, weight in self._whole.items()}
         together: defaultdict[str, set[str]] = defaultdict(set)
         for name, kind in own.items():
             together[_EXPERT.sub(".experts.", name)].add(kind)
         self.kinds = {
-            name: kind if len(together[_EXPERT.sub(".experts.", name)]) == 1 else self._plain_kind(weights[name])
+            name: kind if len(together[_EXPERT.sub(".experts.", name)]) == 1 else self._plain_kind(self._whole[name])
             for name, kind in own.items()
         }
 
@@ -60,7 +62,7 @@ class GGUFNumbers(Unpacked):
     def told(self) -> list[str]:
         """A line each for what becomes of codes and scales where it is not the same in blocks."""
         numbers = [kind for kind in self.kinds.values() if kind in _DTYPES]
-        minima = [name for name, kind in self.kinds.items() if kind in ("Q4_1", "Q5_1") and not _is_of_mlx(self._weights[name])]
+        minima = [name for name, kind in self.kinds.items() if kind in ("Q4_1", "Q5_1") and not _is_of_mlx(self._whole[name])]
         kinds = " and ".join(sorted(set(numbers)))
         told = {
             f"weights in codes that have no type in GGUF, and become numbers of {kinds}: {len(numbers)}": numbers,

@@ -16,7 +16,7 @@ from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import fp8_weight, is_fp8
 from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
-from nanovllm_cli.weights.quantized_weight import Module, QuantizedWeight, modules
+from nanovllm_cli.weights.quantized_weight import BYTES, Module, QuantizedWeight, modules
 
 ALGORITHMS = ("NVFP4", "W4A16_NVFP4", "FP8", "FP8_PER_CHANNEL_PER_TOKEN", "FP8_PB_WO", "MIXED_PRECISION")
 SUFFIXES = ("weight", "weight_scale", "weight_scale_2", "input_scale", "pre_quant_scale")
@@ -29,7 +29,7 @@ def read_modelopt(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Qua
     for module in modules(checkpoint, SUFFIXES):
         if module.has("pre_quant_scale"):
             raise module.any("pre_quant_scale").unsupported("scales what goes into a layer", "take a model without it")
-        if module.has("weight_scale_2"):
+        if module.has("weight_scale_2") or (module.has("weight") and module.any("weight").dtype_name in BYTES):
             weight: QuantizedWeight = nvfp4_weight(module, "weight", "weight_scale_2", "input_scale", divides=False)
         elif is_fp8(module):
             weight = _fp8(module)
