@@ -39,6 +39,7 @@ from quantized_checkpoints import (
     small_slices,
     write,
 )
+from quantizing import plan_of
 from test_models import whole_batch
 from test_quantized_hqq import SAID as HQQ
 from test_quantized_hqq import hqq
@@ -117,6 +118,13 @@ def test_what_they_take_is_told_once(tmp_path: Path) -> None:
         expected = sum(tensor.nbytes for name, tensor in stored.items() if name.startswith(f"{place}qkvz."))
         assert sum(map(reader.num_bytes, names)) == expected
         assert {reader.stored_as(name) for name in names} == {"int4:group=32"}
+
+
+def test_such_a_folder_is_not_written(tmp_path: Path) -> None:
+    """A Falcon, of which nothing else is in another order."""
+    _, coded = folders(*JOINED["falcon"], *KINDS["gptq"], tmp_path)
+    with pytest.raises(UnsupportedError, match="holds several matrices in one tensor"):
+        plan_of("int8", coded, requantize=True)
 
 
 def test_gpt_2s_matrices_are_quantized_as_others(tmp_path: Path) -> None:

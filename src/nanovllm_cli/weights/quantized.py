@@ -28,7 +28,7 @@ from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_quark import read_quark
-from nanovllm_cli.weights.quantized_rows import apart, stored_bytes
+from nanovllm_cli.weights.quantized_rows import RowsOf, apart, stored_bytes
 from nanovllm_cli.weights.quantized_torchao import read_torchao
 from nanovllm_cli.weights.quantized_weight import InNumbers, QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
@@ -69,6 +69,11 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
     """The reader of a quantized checkpoint, None for one that is not. UnsupportedError for methods that nothing here reads."""
     weights = _weights(checkpoint)
     return None if weights is None else QuantizedReader(checkpoint, weights)
+
+
+def takes_apart(reader: WeightReader) -> bool:
+    """Whether it has several weights, or another order of rows, of what is one matrix of its files."""
+    return isinstance(reader, QuantizedReader) and reader.takes_apart
 
 
 def without_codes(checkpoint: Checkpoint) -> Checkpoint:
@@ -117,6 +122,7 @@ class QuantizedReader(PlainReader):
         parts = {part.name for weight in weights.values() for part in weight.parts}
         plain = {name for name in self._names - parts if not name.endswith(KV_CACHE_SCALES)}
         self._names = plain | weights.keys()
+        self.takes_apart = any(isinstance(weight, RowsOf) for weight in weights.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights[name].shape if name in self._weights else super().shape(name)
