@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
@@ -40,9 +41,11 @@ from quantized_checkpoints import (
     write,
 )
 from quantizing import plan_of
+from test_convert import SETTINGS, TINY
 from test_models import whole_batch
 from test_quantized_hqq import SAID as HQQ
 from test_quantized_hqq import hqq
+from test_quantized_mlx import converted
 from test_quantized_models import FP8, FP8_BLOCKS, NVFP4, PROMPTS, compressed
 from test_quantized_quark import ROWS, integers, settings, spec
 
@@ -118,6 +121,24 @@ def test_what_they_take_is_told_once(tmp_path: Path) -> None:
         expected = sum(tensor.nbytes for name, tensor in stored.items() if name.startswith(f"{place}qkvz."))
         assert sum(map(reader.num_bytes, names)) == expected
         assert {reader.stored_as(name) for name in names} == {"int4:group=32"}
+
+
+@pytest.mark.parametrize("ends", ["in_proj_qkvz", "in_proj_ba"])
+def test_files_have_what_llama_cpp_reads_in_one_piece(ends: str, tmp_path: Path) -> None:
+    """b and a of a Qwen3-Next, quantized themselves or not."""
+    config = Qwen3NextConfig(**SIZES | {"vocab_size": 4096}, **NEXT)
+    paths = folders(config, ends, *KINDS["int8"], tmp_path)
+    found = []
+    for path in paths:
+        for name in SETTINGS:
+            shutil.copy(TINY / name, path / name)
+        converted(path, tmp_path / f"{path.name}.gguf")
+        found.append({each.name: each for each in gguf.GGUFReader(tmp_path / f"{path.name}.gguf").tensors})
+    assert found[0].keys() == found[1].keys()
+    assert "blk.0.ssm_ba.weight" in found[0]
+    for one, other in zip(*(each.values() for each in found), strict=True):
+        assert one.tensor_type == other.tensor_type
+        np.testing.assert_allclose(one.data, other.data, rtol=1e-6)
 
 
 def test_such_a_folder_is_not_written(tmp_path: Path) -> None:

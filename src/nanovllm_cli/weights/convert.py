@@ -66,7 +66,7 @@ from nanovllm_cli.weights.convert_tensors import (
 from nanovllm_cli.weights.convert_towers import TowerFile
 from nanovllm_cli.weights.convert_wkv import with_shares_as_one
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
-from nanovllm_cli.weights.folder_config import as_published
+from nanovllm_cli.weights.folder_config import as_published, quantization_of
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
@@ -315,7 +315,7 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     """Tensor by tensor, whatever the architecture is."""
     if is_quantized_by_mlx(source):
         raise UnsupportedError(f"{source.path}: MLX's weights in another folder", "convert it --to gguf")
-    if source.config.get("quantization_config") and outtype != "auto":
+    if quantization_of(source.config) is not None and outtype != "auto":
         raise UnsupportedError(
             f"{source.path}: its weights are quantized, and so have no other dtype", "leave --outtype out"
         )

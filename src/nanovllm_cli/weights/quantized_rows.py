@@ -25,8 +25,9 @@ from nanovllm_cli.weights.weight_reader import ROWS_TOGETHER
 
 @dataclass(frozen=True)
 class RowsOf:
-    """Rows `which` [n] int64 of `whole`, in this order."""
+    """Rows `which` [n] int64 of `whole`, in this order. name: of that weight."""
 
+    name: str
     whole: QuantizedWeight
     which: torch.Tensor
 
@@ -72,11 +73,11 @@ def apart(weights: Mapping[str, QuantizedWeight], config: Mapping[str, Any]) -> 
     found: dict[str, QuantizedWeight] = {}
     for name, weight in weights.items():
         parts = rows_apart(name, weight.shape, config)
-        found |= {own: _some(weight, rows) for own, rows in parts.items()} or {name: weight}
+        found |= {own: _some(name, weight, rows) for own, rows in parts.items()} or {name: weight}
     return found
 
 
-def _some(weight: QuantizedWeight, rows: slice | tuple[int, ...]) -> QuantizedWeight:
+def _some(name: str, weight: QuantizedWeight, rows: slice | tuple[int, ...]) -> QuantizedWeight:
     every = torch.arange(weight.shape[0])
     which = every[rows] if isinstance(rows, slice) else torch.tensor(rows)
     if torch.equal(which, every):
@@ -86,4 +87,4 @@ def _some(weight: QuantizedWeight, rows: slice | tuple[int, ...]) -> QuantizedWe
         whole = torch.cat([every[start : start + block] for start in starts.tolist()])
         if bool((starts % block > 0).any()) or not torch.equal(whole, which):
             raise weight.parts[0].unsupported("has scales of rows that belong to several heads, or parts", ANOTHER)
-    return RowsOf(weight, which)
+    return RowsOf(name, weight, which)

@@ -215,6 +215,10 @@ class Unpacked(CheckpointView):
     def names(self) -> list[str]:
         return self._names
 
+    def stack_of(self, name: str) -> str:
+        """As `stacked.stack_of`, of weights that are not quantized."""
+        return stack_of(self._inner, name)
+
     def release(self, name: str) -> None:
         if name not in self._weights:
             super().release(name)
