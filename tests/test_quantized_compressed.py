@@ -513,7 +513,7 @@ BAD = {
     "a list of groups": bad(PACKED, PACK | {"config_groups": []}, CheckpointError, "config_groups"),
     "sparse": bad(PACKED, PACK | {"sparsity_config": {"format": "sparse-24-bitmask"}}, UnsupportedError, "sparse"),
     "marlin": bad(PACKED, PACK | {"format": "marlin-24"}, UnsupportedError, "marlin-24"),
-    "mxfp8": bad(PACKED, PACK | {"format": "mxfp8-quantized"}, UnsupportedError, "mxfp8-quantized"),
+    "nvfp4 of other scales": bad(PACKED, PACK | {"format": "nvfp4-e5m3-pack-quantized"}, UnsupportedError, "nvfp4-e5m3"),
     "rotations": bad(PACKED, PACK | {"transform_config": {"config_groups": {"u": {}}}}, UnsupportedError, "rotations"),
     "int8, no scales": bad(INT8, INTS, CheckpointError, "weight_scale' is missing", weight_scale=None),
     "int8 as fp8": bad(INT8, FLOATS, CheckpointError, "weight' holds I8, expected F8_E4M3"),

@@ -235,9 +235,22 @@ def test_auto_round(symmetric: bool, method: str, tmp_path: Path) -> None:
     assert reader.format(WEIGHT) == Integer(4, 32, not symmetric, "int8", False, "float16")
 
 
-def test_auto_round_packed_as_awq(tmp_path: Path) -> None:
+@pytest.mark.parametrize(("said", "version"), [
+    ({"packing_format": "auto_round:gptq"}, 1), ({"packing_format": None}, 1), ({"packing_format": None, "backend": "auto"}, 1),
+    ({"packing_format": None, "backend": "auto_round:gptq:exllamav2"}, 1), ({"packing_format": "auto_round"}, 2),
+    ({"packing_format": "auto_round:gptqmodel"}, 2),
+])  # fmt: skip
+def test_zero_points_of_auto_round_are_as_the_layout_has_them(said: dict[str, Any], version: int, tmp_path: Path) -> None:
+    tensors, expected = gptq(4, 32, False, version=version)(64, 64, random())
+    del tensors["g_idx"]
+    assert_reads(tmp_path, tensors, AUTO_ROUND | {"sym": False} | said, expected)
+
+
+@pytest.mark.parametrize("said", [{"packing_format": "auto_round:auto_awq"},
+                                  {"packing_format": None, "backend": "auto_round:awq:gemm"}])  # fmt: skip
+def test_auto_round_packed_as_awq(said: dict[str, Any], tmp_path: Path) -> None:
     tensors, expected = awq(32)(64, 64, random())
-    assert_reads(tmp_path, tensors, AUTO_ROUND | {"packing_format": "auto_round:auto_awq"}, expected)
+    assert_reads(tmp_path, tensors, AUTO_ROUND | said, expected)
 
 
 def test_a_module_of_auto_round_may_have_bits_of_its_own(tmp_path: Path) -> None:
@@ -250,7 +263,8 @@ def test_a_module_of_auto_round_may_have_bits_of_its_own(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("config", "words"),
     [
-        ({"packing_format": "auto_round:llm_compressor"}, "'auto_round:llm_compressor'"),
+        ({"packing_format": "auto_round:llm_compressor"}, "the layout 'llm_compressor'"),
+        ({"packing_format": None, "backend": "auto_round:exllamav2"}, "the layout 'exllamav2'"),
         ({"data_type": "mx_fp"}, "as 'mx_fp'"),
         ({"bits": 5}, "of 5 bits"),
     ],

@@ -242,7 +242,7 @@ def test_what_divides_must_leave_numbers(factor: float, words: str, tmp_path: Pa
     [
         ({"quant_algo": "NVFP4_AWQ"}, "algorithm 'NVFP4_AWQ'"),
         ({"quant_algo": "W4A8_AWQ"}, "algorithm 'W4A8_AWQ'"),
-        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "MXFP8"}}}, "algorithm 'MXFP8'"),
+        ({"quant_algo": "MIXED_PRECISION", "quantized_layers": {"a": {"quant_algo": "W4A16_AWQ"}}}, "algorithm 'W4A16_AWQ'"),
     ],
 )
 def test_other_algorithms_are_refused(config: dict[str, Any], words: str, tmp_path: Path) -> None:

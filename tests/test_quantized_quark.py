@@ -247,6 +247,29 @@ def test_mxfp8_and_mxfp6_are_numbers_that_bfloat16_holds(kind: str, tmp_path: Pa
     assert torch.equal(rows.bfloat16().float(), rows)
 
 
+OF_32 = {"num_bits": 8, "type": "float", "strategy": "group", "group_size": 32, "symmetric": True, "scale_dtype": "torch.uint8"}
+MX8 = {"targets": ["Linear"], "weights": OF_32, "input_activations": OF_32 | {"dynamic": True}}
+ELSEWHERE: dict[str, dict[str, Any]] = {
+    "compressed-tensors": {"quant_method": "compressed-tensors", "format": "mxfp8-quantized", "config_groups": {"group_0": MX8}},
+    "modelopt": {"quant_method": "modelopt", "quant_algo": "MXFP8", "group_size": 32},
+}
+
+
+@pytest.mark.parametrize("tool", ELSEWHERE)
+def test_mxfp8_of_other_tools(tool: str, tmp_path: Path, monkeypatch: Any) -> None:
+    """The same tensors, and another config."""
+    small_slices(monkeypatch)
+    tensors, expected = drawn(mxfp8("fp8_e4m3"))
+    reader = open_quantized(write(tmp_path, module(tensors), ELSEWHERE[tool]))
+    assert (reader.names(), reader.format(WEIGHT), reader.stored_as(WEIGHT)) == ({WEIGHT}, None, "mxfp8:e4m3")
+    rows = torch.cat([rows for rows, _ in reader.slices(WEIGHT)])  # type: ignore[misc]
+    np.testing.assert_array_equal(rows.double().numpy(), expected)
+    less = tensors | {"weight_scale": tensors["weight_scale"][:, 1:]}
+    check_refused(tmp_path, less, ELSEWHERE[tool], CheckpointError, "expected [140, 6]")
+    nan = tensors | {"weight_scale": torch.full_like(tensors["weight_scale"], 255)}
+    check_refused(tmp_path, nan, ELSEWHERE[tool], CheckpointError, "scales that are NaN")
+
+
 def test_nvfp4(tmp_path: Path) -> None:
     tensors, expected = drawn(nvfp4("modelopt"))
     tensors["input_scale_2"] = tensors.pop("input_scale")[0]

@@ -10,10 +10,11 @@ import pytest
 import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.quantized import FAMILIES
 from nanovllm_cli.weights.quantized_weight import unpack, unpack_columns
 from nanovllm_cli.weights.weight_reader import PlainReader
-from quantized_checkpoints import open_quantized, packed, write
+from quantized_checkpoints import NAME, gptq, gptq_config, module, open_quantized, packed, read_weight, write
 
 PLAIN = {"lm_head.weight": torch.ones(3, 5)}
 
@@ -44,6 +45,21 @@ def test_a_config_that_is_none(quantization: Any, tmp_path: Path) -> None:
         open_quantized(tmp_path)
     assert type(raised.value) is CheckpointError
     assert raised.value.hint
+
+
+@pytest.mark.parametrize("section", ["text_config", "llm_config"])
+def test_what_the_text_models_part_says_counts_where_nobody_else_says_it(section: str, tmp_path: Path) -> None:
+    """As Kimi K2.5's config has it."""
+    tensors, expected = gptq(4, 32)(128, 64, np.random.default_rng(0))
+    own = {"quantization_config": gptq_config(4, 32), "model_type": "it"}
+    reader = open_quantized(write(tmp_path, module(tensors), None, {section: own}))
+    assert reader.names() == {f"{NAME}.weight"}
+    np.testing.assert_allclose(read_weight(reader), expected, rtol=1e-6)
+    assert "quantization_config" not in reader.checkpoint.config["text_config"]
+    said = {"quant_method": "fp8"}
+    assert open_checkpoint(write(tmp_path, PLAIN, said, {section: own})).config["quantization_config"] == said
+    with pytest.raises(CheckpointError, match="must be an object"):
+        open_quantized(write(tmp_path, PLAIN, None, {section: own | {"quantization_config": [1]}}))
 
 
 @pytest.mark.parametrize("bits", [2, 3, 4, 8])

@@ -17,6 +17,7 @@ from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.vision_spec import VisionSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_names import shortest, tensor_shapes
+from nanovllm_cli.weights.folder_config import quantization_of
 from nanovllm_cli.weights.hearing import read_hearing
 from nanovllm_cli.weights.loader import hf_spec, read_spec
 from nanovllm_cli.weights.mlx_names import is_quantized_by_mlx
@@ -99,8 +100,7 @@ def facts_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> Facts:
 
 def reader_of(checkpoint: Checkpoint, *, headers_only: bool = False) -> WeightReader | None:
     """None where a checkpoint that others quantized has no weights here: some of its readers, if not MLX's, look into tensors."""
-    quantized = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
-    quantized = quantized and not is_quantized_by_mlx(checkpoint)
+    quantized = quantization_of(checkpoint.config) is not None and not is_quantized_by_mlx(checkpoint)
     return None if headers_only and checkpoint.format == "hf" and quantized else open_reader(checkpoint)
 
 
@@ -136,7 +136,7 @@ def _type(reader: WeightReader, checkpoint: Checkpoint, name: str) -> str:
 
 
 def _stored(checkpoint: Checkpoint, classes: list[TensorClass]) -> str:
-    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
+    settings = quantization_of(checkpoint.config)
     if checkpoint.format == "hf" and isinstance(settings, Mapping):
         return str(settings.get("quant_method") or "quantized")[:40]
     totals: Counter[str] = Counter()

@@ -67,8 +67,8 @@ def num_rows(rows: torch.Tensor | QuantizedRows) -> int:
     return first.shape[0]
 
 
-def take_rows(rows: torch.Tensor | QuantizedRows, which: slice) -> torch.Tensor | QuantizedRows:
-    """Some of them. What is the same for all rows stays."""
+def take_rows(rows: torch.Tensor | QuantizedRows, which: slice | torch.Tensor) -> torch.Tensor | QuantizedRows:
+    """Some of them, or these by their numbers. What is the same for all rows stays."""
     if isinstance(rows, torch.Tensor):
         return rows[which]
     if isinstance(rows, BlockRows):

@@ -13,8 +13,8 @@ from nanovllm_cli.quantization.compressed_tensors import encode, quantization_co
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.parts import Parts
 from nanovllm_cli.quantization.plan import Plan, Planned
-from nanovllm_cli.weights.checkpoint import as_published
 from nanovllm_cli.weights.files import beside_weights
+from nanovllm_cli.weights.folder_config import as_published
 from nanovllm_cli.weights.loader import PLAIN
 from nanovllm_cli.weights.tensor_names import left_aside, names_of
 from nanovllm_cli.weights.weight_reader import float_slices

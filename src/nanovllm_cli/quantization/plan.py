@@ -25,6 +25,7 @@ from nanovllm_cli.weights.convert_delta import has_own_order
 from nanovllm_cli.weights.convert_names import gguf_family_of
 from nanovllm_cli.weights.convert_stacked import stack_name
 from nanovllm_cli.weights.convert_tensors import quantized_already
+from nanovllm_cli.weights.quantized import takes_apart
 from nanovllm_cli.weights.stacked import holds_several, stack_of, unstacked
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, names_of
 from nanovllm_cli.weights.weight_reader import refuse_factors
@@ -200,7 +201,7 @@ def make_plan(original: Original, choices: Choices) -> Plan:
         )
     if kind == "gguf" and original.checkpoint.format != "gguf":
         gguf_family_of(family_of(original.checkpoint), original.spec)
-    elif kind == "hf" and holds_several(original.checkpoint):
+    elif kind == "hf" and (holds_several(original.checkpoint) or takes_apart(reader)):
         raise UnsupportedError(
             f"{original.name} holds several matrices in one tensor, and such a folder is not written yet",
             "run it with --quant instead",

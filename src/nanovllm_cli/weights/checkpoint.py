@@ -41,8 +41,8 @@ from nanovllm_cli.weights.files import (
     some,
     split_parts,
 )
+from nanovllm_cli.weights.folder_config import read_config, read_generation_config
 from nanovllm_cli.weights.gguf import GGUFFile
-from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import SafetensorsFile, open_sharded
 from nanovllm_cli.weights.shapes import RANDOM, shape_config
@@ -58,8 +58,6 @@ SAMPLING_KEYS = {
     "penalty_repeat": "repetition_penalty",
 }
 SUPPRESSED_KEY = "tokenizer.ggml.suppress_tokens"
-MODELOPT_CONFIG = "hf_quant_config.json"
-"""Where NVIDIA's Model Optimizer said how a folder is quantized before it did so in config.json, too."""
 TOWER = "clip"
 """The architecture of GGUF files of what a model sees by (`mmproj.py`)."""
 
@@ -264,7 +262,7 @@ class SafetensorsCheckpoint(_FilesCheckpoint):
         self.file_metadata = {key: value for file in self._files for key, value in file.metadata.items()}
         folder = folder_of(path)
         try:
-            self.config = _read_config(folder)
+            self.config = read_config(folder)
             self.generation_config = read_generation_config(folder, self.config)
         except NanovllmError:
             self.close()
@@ -396,53 +394,6 @@ def _open_safetensors(path: Path) -> SafetensorsCheckpoint:
 def _single_file(path: Path, weights: Path) -> SafetensorsCheckpoint:
     file = SafetensorsFile(weights)
     return SafetensorsCheckpoint(path, dict.fromkeys(file.entries, file))
-
-
-_LLAVAS = [["LlavaForConditionalGeneration"], ["LlavaOnevisionForConditionalGeneration"]]
-
-
-def _read_config(folder: Path) -> dict[str, Any]:
-    if not (folder / "config.json").is_file():
-        raise CheckpointError(
-            f"{folder}: no config.json beside the weights", "download the whole model, with its config.json"
-        )
-    config = read_json_file(folder / "config.json", MAX_CONFIG_BYTES, infinity=True)
-    thinker = config.get("thinker_config")  # in which the first Qwen3-ASR folders have what others have outside
-    config = {**thinker, **config} if isinstance(thinker, dict) else config
-    language = config.get("language_config")
-    if isinstance(language, dict) and config.get("architectures") in (["DeepseekOCRForCausalLM"], ["DeepseekOCR2ForCausalLM"]):
-        config = {**language, **config}  # those with code of their own
-    llm = config.get("llm_config")  # the same of InternVLs with code of their own
-    if isinstance(llm, dict):
-        tied = llm.get("tie_word_embeddings")
-        config = {"text_config": llm, **config, **({} if tied is None else {"tie_word_embeddings": tied})}
-    if config.get("architectures") == ["InternVLForConditionalGeneration"]:
-        config.setdefault("tie_word_embeddings", True)  # which a head of its own overrules
-    text, names = config.get("text_config"), config.get("architectures")
-    if isinstance(text, dict) and text.get("tie_word_embeddings") is True and isinstance(names, list) and names[:1] in _LLAVAS:
-        config["tie_word_embeddings"] = True  # as transformers has it, whatever the whole says
-    beside = folder / MODELOPT_CONFIG
-    if config.get("quantization_config") is None and beside.is_file():
-        said = read_json_file(beside, MAX_CONFIG_BYTES).get("quantization")
-        if isinstance(said, dict) and said.get("quant_algo") is not None:
-            config["quantization_config"] = {"quant_method": "modelopt", **said}
-    return config
-
-
-def as_published(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """A config that was read from a folder, for another one: without a copy of what it says elsewhere."""
-    if config.get("llm_config") is None or config.get("text_config") != config["llm_config"]:
-        return config
-    return {key: value for key, value in config.items() if key != "text_config"}
-
-
-def read_generation_config(folder: Path, config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """Where the folder has none, the ends that config.json names, as in transformers' `GenerationConfig.from_model_config`."""
-    path, inner = folder / "generation_config.json", config.get("text_config")
-    if path.exists():
-        return read_json_file(path, MAX_CONFIG_BYTES)
-    named = [each.get("eos_token_id") for each in (config, inner) if isinstance(each, Mapping)]
-    return next(({"eos_token_id": ends} for ends in named if ends is not None), {})
 
 
 def _starts_with(path: Path, magic: bytes) -> bool:

@@ -29,7 +29,7 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.text.gguf_export import same_tokens
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.weights.checkpoint import Checkpoint, as_published, open_checkpoint
+from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.convert_delta import as_llama_cpp_has_it
 from nanovllm_cli.weights.convert_gguf import gguf_header
 from nanovllm_cli.weights.convert_hf import hf_files
@@ -66,6 +66,7 @@ from nanovllm_cli.weights.convert_tensors import (
 from nanovllm_cli.weights.convert_towers import TowerFile
 from nanovllm_cli.weights.convert_wkv import with_shares_as_one
 from nanovllm_cli.weights.files import beside_weights, folder_of, some, split_parts
+from nanovllm_cli.weights.folder_config import as_published, quantization_of
 from nanovllm_cli.weights.gguf_writer import GGUFPartWriter, GGUFTensor, Header, header_of, part_names
 from nanovllm_cli.weights.heads import head_tensors
 from nanovllm_cli.weights.json_file import reading
@@ -314,7 +315,7 @@ def _folder_to_folder(source: Checkpoint, outtype: str) -> Plan:
     """Tensor by tensor, whatever the architecture is."""
     if is_quantized_by_mlx(source):
         raise UnsupportedError(f"{source.path}: MLX's weights in another folder", "convert it --to gguf")
-    if source.config.get("quantization_config") and outtype != "auto":
+    if quantization_of(source.config) is not None and outtype != "auto":
         raise UnsupportedError(
             f"{source.path}: its weights are quantized, and so have no other dtype", "leave --outtype out"
         )

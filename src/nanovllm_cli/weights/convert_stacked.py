@@ -22,6 +22,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.family import Family
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.convert_tensors import Step, gguf_type
+from nanovllm_cli.weights.quantized_weight import Unpacked
 from nanovllm_cli.weights.stacked import stack_of
 
 _EXPERT = re.compile(r"(blk\.\d+\.(?:ffn|attn)_)(gate|up|down|v)_exps\.(\d+)(\.(?:weight|bias))")
@@ -49,7 +50,8 @@ def with_ba_as_one(named: Named, source: Checkpoint) -> Named:
     """The same where `source` has b and a of a layer in one tensor, which llama.cpp takes as it is."""
     joined: Named = {}
     for name, (theirs, shape) in named.items():
-        whole, found = stack_of(source, name), _FROM_BA.fullmatch(theirs)
+        whole = source.stack_of(name) if isinstance(source, Unpacked) else stack_of(source, name)
+        found = _FROM_BA.fullmatch(theirs)
         if found is None or whole == name:
             joined[name] = theirs, shape
         else:

@@ -14,6 +14,7 @@ from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import Sections
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, as_bytes
+from nanovllm_cli.weights.folder_config import quantization_of
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.tensor_names import names_of
 
@@ -32,7 +33,7 @@ def folded(checkpoint: Checkpoint) -> Checkpoint:
     sections = {name: rows for name, rows in family.folding.sections(read).items() if any(factor != 1 for _, factor in rows)}
     if not sections:
         return checkpoint
-    if checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config"):
+    if quantization_of(checkpoint.config) is not None:
         raise UnsupportedError(
             f"{checkpoint.path}: quantized weights that its config has factors of",
             "take the unquantized model, or a GGUF file of it",

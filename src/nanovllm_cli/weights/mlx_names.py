@@ -12,7 +12,6 @@
                                                          layers without experts: feed_forward.w1, w3 and w2
     language_model.model.… of a Qwen that sees          model.language_model.…; vision_tower.… is model.visual.…, and of a
                                                          Llama 3.2 that sees vision_model.…
-    shared_mlp.input_linear.weight [2 N, …], quantized   shared_mlp.gate_proj.weight [N, …] and up_proj.weight, and so on
     self_attn.embed_q.weight [H, R, D]                   kv_b_proj.weight [H (D + V), R]: of each head embed_q, turned over, and
         and unembed_out.weight [H, V, R]                 unembed_out; quantized ones are `quantized_mlx.py`'s
 
@@ -66,17 +65,15 @@ _OUTER: dict[object, Mapping[str, str]] = {
 }
 """Beginnings of names, by the kind of model."""
 _FLOATS = "F16", "BF16", "F32"
-_SHARED = re.compile(r"(.*\.shared_mlp)\.input_linear\.(weight|scales|biases)")
 
 
 @dataclass(frozen=True, slots=True)
 class _Source:
-    """A tensor of the files. expert, half: which part of it, None for all of it. change: what is done to it. beside: another one
+    """A tensor of the files. expert: which part of it, None for all of it. change: what is done to it. beside: another one
     that is a part, too."""
 
     stored: str
     expert: int | None = None
-    half: int | None = None
     change: Literal["", "taps", "images", "lowered", "heads"] = ""
     beside: str | None = None
 
@@ -137,11 +134,6 @@ def _sources(checkpoint: Checkpoint, names: list[str]) -> dict[str, _Source]:
         patterns = patterns or _patterns(checkpoint)
         if (theirs := patterns.get(f"blocks.{{i}}.{dense[2]}.weight")) is not None:
             found[f"{theirs.removesuffix('weight')}{dense[3]}".replace("{i}", dense[1])] = _Source(dense[0])
-    for shared in filter(None, map(_SHARED.fullmatch, names)):
-        shape = checkpoint.info(shared[0]).shape
-        if f"{shared[1]}.input_linear.scales" in names and len(shape) == 2 and shape[0] % 2 == 0:
-            for half, part in enumerate(("gate_proj", "up_proj")):
-                found[f"{shared[1]}.{part}.{shared[2]}"] = _Source(shared[0], half=half)
     prefixes = _OUTER.get(kind) if isinstance(kind, str) else None
     return found if prefixes is None else _by_other_prefixes(found, names, prefixes)
 
@@ -238,8 +230,6 @@ class _AsTransformers(CheckpointView):
         info = super().info(source.stored)
         if source.expert is not None:
             return TensorInfo(name, info.shape[1:], info.dtype_name, info.num_bytes // info.shape[0])
-        if source.half is not None:
-            return TensorInfo(name, (info.shape[0] // 2, *info.shape[1:]), info.dtype_name, info.num_bytes // 2)
         if source.change == "lowered":  # of which 16 bits have fewer than what is left
             return TensorInfo(name, info.shape, "F32", 4 * info.shape[0])
         if source.beside is not None:
@@ -256,10 +246,6 @@ class _AsTransformers(CheckpointView):
         if source.expert is not None:
             own = self._inner.tensor(source.stored, (source.expert, source.expert + 1))[0]
             return own if rows is None else own[rows[0] : rows[1]]
-        if source.half is not None:
-            count = self.info(name).shape[0]
-            first, end = rows or (0, count)
-            return self._inner.tensor(source.stored, (source.half * count + first, source.half * count + end))
         if source.beside is not None:
             whole = of_heads(self._inner.tensor(source.stored), self._inner.tensor(source.beside))
             return whole if rows is None else whole[rows[0] : rows[1]]
@@ -275,8 +261,7 @@ class _AsTransformers(CheckpointView):
         if source.expert is not None:
             shape = self._inner.info(source.stored).shape
             return self._inner.raw(source.stored).flatten().view(*shape[: len(shape) - 1], -1)[source.expert]
-        is_whole = not source.change and source.half is None
-        return super().raw(source.stored) if is_whole else as_bytes(self.tensor(name))
+        return as_bytes(self.tensor(name)) if source.change else super().raw(source.stored)
 
     def release(self, name: str) -> None:
         """A stack's pages go when its last expert is read: those of two experts may lie on one."""

@@ -26,8 +26,9 @@ import torch
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.progress import NullProgress
-from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes, read_generation_config
+from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo, as_bytes
 from nanovllm_cli.weights.files import PICKLES, folder_of, is_setting, read_index, some
+from nanovllm_cli.weights.folder_config import read_generation_config
 from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 from nanovllm_cli.weights.writer import SAFETENSORS_DTYPES, SafetensorsWriter, TensorOut
 

@@ -15,6 +15,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.folder_config import quantization_of
 from nanovllm_cli.weights.mlx_names import METHOD
 from nanovllm_cli.weights.quantized_bitnet import as_numbers, read_bitnet
 from nanovllm_cli.weights.quantized_bitsandbytes import read_bitsandbytes
@@ -27,6 +28,7 @@ from nanovllm_cli.weights.quantized_mlx import read_mlx
 from nanovllm_cli.weights.quantized_modelopt import read_modelopt
 from nanovllm_cli.weights.quantized_mxfp4 import read_mxfp4
 from nanovllm_cli.weights.quantized_quark import read_quark
+from nanovllm_cli.weights.quantized_rows import RowsOf, apart, stored_bytes
 from nanovllm_cli.weights.quantized_torchao import read_torchao
 from nanovllm_cli.weights.quantized_weight import InNumbers, QuantizedWeight
 from nanovllm_cli.weights.stacked import unstacked
@@ -69,6 +71,11 @@ def quantized_reader(checkpoint: Checkpoint) -> PlainReader | None:
     return None if weights is None else QuantizedReader(checkpoint, weights)
 
 
+def takes_apart(reader: WeightReader) -> bool:
+    """Whether it has several weights, or another order of rows, of what is one matrix of its files."""
+    return isinstance(reader, QuantizedReader) and reader.takes_apart
+
+
 def without_codes(checkpoint: Checkpoint) -> Checkpoint:
     """The checkpoint itself, or one whose codes and scales are what a GGUF file can have of them: blocks, or the numbers that
     they stand for; BitNet's are numbers."""
@@ -81,8 +88,8 @@ def without_codes(checkpoint: Checkpoint) -> Checkpoint:
 
 def _weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight] | None:
     """By their names; None of a checkpoint that is not quantized."""
-    settings = checkpoint.config.get("quantization_config") or checkpoint.config.get("compression_config")
-    if not settings:
+    settings = quantization_of(checkpoint.config)
+    if settings is None:
         return None
     where = f"{checkpoint.path}: quantization_config"
     if not isinstance(settings, Mapping):
@@ -93,7 +100,7 @@ def _weights(checkpoint: Checkpoint) -> dict[str, QuantizedWeight] | None:
         raise UnsupportedError(
             f"{where}: weights quantized by {method[:40]!r}", f"known: {', '.join(FAMILIES)}, and GGUF files"
         )
-    return FAMILIES[method](checkpoint, config)
+    return apart(FAMILIES[method](checkpoint, config), checkpoint.config)
 
 
 def _method(config: ConfigReader) -> str:
@@ -115,6 +122,7 @@ class QuantizedReader(PlainReader):
         parts = {part.name for weight in weights.values() for part in weight.parts}
         plain = {name for name in self._names - parts if not name.endswith(KV_CACHE_SCALES)}
         self._names = plain | weights.keys()
+        self.takes_apart = any(isinstance(weight, RowsOf) for weight in weights.values())
 
     def shape(self, name: str) -> tuple[int, ...]:
         return self._weights[name].shape if name in self._weights else super().shape(name)
@@ -122,7 +130,7 @@ class QuantizedReader(PlainReader):
     def num_bytes(self, name: str) -> int:
         if name not in self._weights:
             return super().num_bytes(name)
-        return sum(part.num_bytes for part in self._weights[name].parts)
+        return stored_bytes(self._weights[name])
 
     def format(self, name: str) -> Format | None:
         return self._weights[name].format if name in self._weights else None

@@ -6,6 +6,7 @@
                                         the lowest number; weight_scale [N, G]; weight_zero_point int32 [N * bits / 32, G];
                                         weight_shape [2]; weight_g_idx [K], the group of each column
     mxfp4-pack-quantized                see quantized_mxfp4.py
+    mxfp8-quantized                     see quantized_microscaled.py
     nvfp4-pack-quantized                see quantized_nvfp4.py
 
 Source: compressed-tensors' compressors. What a tensor is called says how it is packed, config_groups what it means
@@ -26,8 +27,8 @@ from nanovllm_cli.quant.rows import IntegerRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import fp8_weight, is_fp8
 from nanovllm_cli.weights.quantized_gptq import BITS, checked_group, group_order, rounded_activations
-from nanovllm_cli.weights.quantized_mxfp4 import BLOCK as MXFP4_GROUP
-from nanovllm_cli.weights.quantized_mxfp4 import mxfp4_weight
+from nanovllm_cli.weights.quantized_microscaled import mxfp8_weight
+from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, SCALE_TYPES, mxfp4_weight
 from nanovllm_cli.weights.quantized_nvfp4 import GROUP as NVFP4_GROUP
 from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
 from nanovllm_cli.weights.quantized_schemes import Scheme, Schemes
@@ -49,7 +50,7 @@ SUFFIXES = (
 )  # fmt: skip
 FORMATS = (
     "int-quantized", "float-quantized", "naive-quantized", "pack-quantized", "mxfp4-pack-quantized",
-    "nvfp4-pack-quantized", "mixed-precision", "dense",
+    "mxfp8-quantized", "nvfp4-pack-quantized", "mixed-precision", "dense",
 )  # fmt: skip
 
 
@@ -148,7 +149,7 @@ def _weight(module: Module, scheme: Scheme) -> QuantizedWeight:
         kind = (scheme.bits, scheme.group, module.has("weight_global_scale"))
         if kind == (4, NVFP4_GROUP, True):
             return nvfp4_weight(module, "weight_packed", "weight_global_scale", "input_global_scale", divides=True)
-        if kind != (4, MXFP4_GROUP, False):
+        if kind != (4, BLOCK, False):
             raise part.unsupported(
                 f"holds floats of {scheme.bits} bits in groups of {scheme.group}", "known: MXFP4, NVFP4, FP8"
             )
@@ -160,10 +161,13 @@ def _weight(module: Module, scheme: Scheme) -> QuantizedWeight:
 
 def _fp8(module: Module, scheme: Scheme) -> QuantizedWeight:
     codes = module.matrix("weight", ("F8_E4M3",))
+    is_mx = (scheme.bits, scheme.group) == (8, BLOCK) and module.has("weight_scale")
+    if is_mx and scheme.symmetric and module.any("weight_scale").dtype_name in SCALE_TYPES:
+        return mxfp8_weight(module)
     if scheme.bits != 8 or scheme.strategy == "group" or not scheme.symmetric:
         raise codes.unsupported(
             f"is FP8 as {scheme.bits} bits a number, a scale a {scheme.strategy}",
-            "known: a scale a tensor, channel or block",
+            "known: a scale a tensor, channel or block, and MXFP8",
         )
     assert scheme.activation != "int8"
     return fp8_weight(module, "weight_scale", scheme.strategy == "block", scheme.activation)

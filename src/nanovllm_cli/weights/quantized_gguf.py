@@ -28,6 +28,7 @@ from nanovllm_cli.weights.quantized_hqq import HQQWeight
 from nanovllm_cli.weights.quantized_microscaled import MicroscaledWeight
 from nanovllm_cli.weights.quantized_mlx import AffineWeight
 from nanovllm_cli.weights.quantized_nvfp4 import NVFP4Weight
+from nanovllm_cli.weights.quantized_rows import RowsOf, whole_of
 from nanovllm_cli.weights.quantized_weight import HasScales, Part, QuantizedWeight, Unpacked, numbers
 from nanovllm_cli.weights.weight_reader import row_slices
 
@@ -47,26 +48,35 @@ class GGUFNumbers(Unpacked):
         told = self.config.get("text_config") or self.config
         dtype = told.get("dtype") or told.get("torch_dtype") or self.config.get("dtype") or self.config.get("torch_dtype")
         self._of_model = _OF_MODEL.get(str(dtype).removeprefix("torch."), "BF16")
-        own = {name: self._kind(weight) for name, weight in weights.items()}
+        wholes = {weight.name: weight.whole for weight in weights.values() if isinstance(weight, RowsOf)}
+        self._weights = {**wholes, **weights}
+        self._whole = {name: whole_of(weight) for name, weight in self._weights.items()}
+        own = {name: self._kind(weight) for name, weight in self._whole.items()}
         together: defaultdict[str, set[str]] = defaultdict(set)
         for name, kind in own.items():
             together[_EXPERT.sub(".experts.", name)].add(kind)
         self.kinds = {
-            name: kind if len(together[_EXPERT.sub(".experts.", name)]) == 1 else self._plain_kind(weights[name])
+            name: kind if len(together[_EXPERT.sub(".experts.", name)]) == 1 else self._plain_kind(self._whole[name])
             for name, kind in own.items()
         }
 
     @property
     def told(self) -> list[str]:
         """A line each for what becomes of codes and scales where it is not the same in blocks."""
-        numbers = [kind for kind in self.kinds.values() if kind in _DTYPES]
-        minima = [name for name, kind in self.kinds.items() if kind in ("Q4_1", "Q5_1") and not _is_of_mlx(self._weights[name])]
-        kinds = " and ".join(sorted(set(numbers)))
+        kinds = {name: self.kinds[name] for name in self._names if name in self.kinds}
+        numbers = [kind for kind in kinds.values() if kind in _DTYPES]
+        minima = [name for name, kind in kinds.items() if kind in ("Q4_1", "Q5_1") and not _is_of_mlx(self._whole[name])]
+        dtypes = " and ".join(sorted(set(numbers)))
         told = {
-            f"weights in codes that have no type in GGUF, and become numbers of {kinds}: {len(numbers)}": numbers,
+            f"weights in codes that have no type in GGUF, and become numbers of {dtypes}: {len(numbers)}": numbers,
             f"weights that keep their codes and scales, and of which what is added is rounded to float16: {len(minima)}": minima,
         }
         return [line for line, found in told.items() if found]
+
+    def stack_of(self, name: str) -> str:
+        """And of those that are: it is there under that name, too."""
+        weight = self._weights.get(name)
+        return weight.name if isinstance(weight, RowsOf) else super().stack_of(name)
 
     def info(self, name: str) -> TensorInfo:
         if name not in self.kinds:

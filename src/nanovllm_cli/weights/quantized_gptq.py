@@ -7,8 +7,8 @@
                  0, 2, 4, 6, 1, 3, 5, 7 in turn. As AMD's Quark writes it ("pack_method") perhaps one behind the other, without
                  zero points codes are two's complement, and some versions call tensors qscales and qqzeros
 
-AutoRound stores either. Sources: gptqmodel's, AutoAWQ's and AutoRound's packing. A module is quantized if it has a qweight, so
-the config's lists are not needed.
+AutoRound stores either, and GPTQ's zero points both ways ("packing_format"). Sources: gptqmodel's, AutoAWQ's and AutoRound's
+packing. A module is quantized if it has a qweight, so the config's lists are not needed.
 
 Activations are rounded to int8 where weights have less than eight bits, as for every integer format of so few bits: what that
 loses is small beside what the weights have lost. With eight bits it would not be, and they stay as they are.
@@ -42,6 +42,7 @@ SUFFIXES = ("qweight", "qzeros", "scales", "g_idx")
 AWQ_SUFFIXES = ("qweight", "qzeros", "scales", "qscales", "qqzeros")
 BITS = (2, 3, 4, 8)
 GPTQ_FORMATS = {"gptq": 1, "gptq_v2": 0}  # what is added to stored zero points
+AUTO_ROUND_FORMATS = {"auto_gptq": 1, "gptq": 1, "auto_round": 0, "gptqmodel": 0}
 # The output that each nibble of an AWQ word belongs to is 0, 2, 4, 6, 1, 3, 5, 7; this is the way back.
 AWQ_NIBBLES = (0, 4, 1, 5, 2, 6, 3, 7)
 PACK_METHODS = ("reorder", "order")
@@ -138,17 +139,23 @@ def _checked_bits(config: ConfigReader) -> int:
 
 def read_auto_round(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:
     """By the names of the weights. config: quantization_config."""
-    packing, kind = config.text("packing_format", "auto_round:auto_gptq").lower(), config.text("data_type", "int").lower()
-    layout = packing.removeprefix("auto_round:")
-    if layout not in ("auto_gptq", "auto_awq") or kind != "int":
-        known = "known: int, as auto_round:auto_gptq and auto_round:auto_awq"
-        raise UnsupportedError(f"{config.where}: AutoRound's weights as {kind[:40]!r} in the layout {packing[:40]!r}", known)
+    layout, kind = _auto_round_layout(config), config.text("data_type", "int").lower()
+    if layout not in (*AUTO_ROUND_FORMATS, "auto_awq") or kind != "int":
+        known = f"known: int, as {', '.join(AUTO_ROUND_FORMATS)} and auto_awq"
+        raise UnsupportedError(f"{config.where}: AutoRound's weights as {kind[:40]!r} in the layout {layout[:40]!r}", known)
     if layout == "auto_awq":
         return read_awq(checkpoint, config)
     bits, group, symmetric = _checked_bits(config), _group_size(config), config.flag("sym", True)
     layers = config.section("extra_config")
     varies = any(_differs(layers.section(name), bits, group, symmetric) for name in layers.values)
-    return _gptq_weights(checkpoint, bits, group, symmetric, GPTQ_FORMATS["gptq"], varies=varies)
+    return _gptq_weights(checkpoint, bits, group, symmetric, AUTO_ROUND_FORMATS[layout], varies=varies)
+
+
+def _auto_round_layout(config: ConfigReader) -> str:
+    """Early versions said it with what they computed by: "auto_round:gptq:exllamav2"."""
+    backend = config.text("backend", "auto").lower()
+    old = next((kind for kind in ("auto_gptq", "auto_awq") if kind.removeprefix("auto_") in backend), backend)
+    return config.text("packing_format", "auto_gptq" if old == "auto" else old).lower().removeprefix("auto_round:")
 
 
 def _differs(layer: ConfigReader, bits: int, group: int, symmetric: bool) -> bool:

@@ -1,7 +1,10 @@
 """Weights in MXFP8 and MXFP6: numbers of eight or six bits, and a power of two (e8m0) for 32 of them.
 
-    MLX         weight uint32 [N, K / 4], e4m3 byte by byte, and scales uint8 [N, K / 32]
-    Quark       weight e4m3 or e5m2 [N, K], or bytes [N, K * 6 / 8] of e2m3 or e3m2 from the lowest bit on; weight_scale alike
+    MLX                         weight uint32 [N, K / 4], e4m3 byte by byte, and scales uint8 [N, K / 32]
+    Quark                       weight e4m3 or e5m2 [N, K], or bytes [N, K * 6 / 8] of e2m3 or e3m2 from the lowest bit on;
+                                weight_scale alike
+    compressed-tensors,         weight e4m3 [N, K], weight_scale uint8 [N, K / 32]
+        modelopt
 
 No kernel here multiplies with these; they are read as the numbers that they stand for, which bfloat16 holds exactly. Format: OCP
 Microscaling Formats 1.0, section 5; OCP 8-bit Floating Point 1.0.
@@ -15,9 +18,9 @@ from dataclasses import dataclass
 
 import torch
 
-from nanovllm_cli.weights.quantized_weight import Part, unpack
+from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, NAN_SCALE, SCALE_TYPES
+from nanovllm_cli.weights.quantized_weight import Module, Part, unpack
 
-BLOCK, NAN_SCALE = 32, 255
 EIGHT = {"fp8_e4m3": torch.float8_e4m3fn, "fp8_e5m2": torch.float8_e5m2}
 SIX = {"fp6_e2m3": (2, 3), "fp6_e3m2": (3, 2)}
 """Bits of exponent and mantissa."""
@@ -76,3 +79,12 @@ def check_blocks(codes: Part, width: int) -> None:
     """UnsupportedError for rows that don't divide into blocks."""
     if width % BLOCK:
         raise codes.unsupported(f"has rows of {width} numbers, which don't divide into blocks of {BLOCK}")
+
+
+def mxfp8_weight(module: Module) -> MicroscaledWeight:
+    """Of a module whose weight is e4m3."""
+    codes = module.matrix("weight", ("F8_E4M3",))
+    num_rows, width = codes.shape
+    check_blocks(codes, width)
+    scales = module.part("weight_scale", SCALE_TYPES, (num_rows, width // BLOCK))
+    return MicroscaledWeight((num_rows, width), "fp8_e4m3", codes, scales)

@@ -37,8 +37,8 @@ from nanovllm_cli.quant.rows import IntegerRows
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.quantized_fp8 import FP8_TYPES, OTHER_FP8_TYPES, fp8_weight
 from nanovllm_cli.weights.quantized_gptq import PACK_METHODS, checked_group, rounded_activations, unpack_awq
-from nanovllm_cli.weights.quantized_microscaled import BLOCK, EIGHT, SIX, MicroscaledWeight, check_blocks
-from nanovllm_cli.weights.quantized_mxfp4 import mxfp4_weight
+from nanovllm_cli.weights.quantized_microscaled import EIGHT, SIX, MicroscaledWeight, check_blocks
+from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, SCALE_TYPES, mxfp4_weight
 from nanovllm_cli.weights.quantized_nvfp4 import nvfp4_weight
 from nanovllm_cli.weights.quantized_schemes import MAX_GROUPS, MAX_NAME_LEN, bounded_pattern
 from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules, those, unpack
@@ -280,7 +280,7 @@ def _microscaled(module: Module, spec: ConfigReader) -> QuantizedWeight:
     codes = module.matrix("weight", (stored,))
     width = codes.shape[1] if kind in EIGHT else codes.shape[1] * 8 // 6
     check_blocks(codes, width)
-    scales = module.part("weight_scale", ("U8", "F8_E8M0"), (codes.shape[0], width // BLOCK))
+    scales = module.part("weight_scale", SCALE_TYPES, (codes.shape[0], width // BLOCK))
     return MicroscaledWeight((codes.shape[0], width), kind, codes, scales, _others(module, "weight", "weight_scale"))
 
 

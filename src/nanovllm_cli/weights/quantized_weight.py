@@ -19,13 +19,13 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.quant.format import Format, ScaleType
 from nanovllm_cli.quant.rows import QuantizedRows
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView
+from nanovllm_cli.weights.folder_config import SETTINGS
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.stacked import stack_of
 
 QUANTIZED_ELSEWHERE = "the checkpoint is incomplete, or was written by a tool that does it another way"
 FLOATS = ("F16", "BF16", "F32")
 BYTES = ("U8",)
-_SETTINGS = ("quantization_config", "compression_config")
 _LARGEST_SCALE = torch.finfo(torch.float32).max / 448  # the largest number of any 8-bit code: fp8's
 _SCALE_NAMES: dict[str, ScaleType] = {"F16": "float16", "BF16": "bfloat16", "F32": "float32"}
 
@@ -207,13 +207,17 @@ class Unpacked(CheckpointView):
 
     def __init__(self, inner: Checkpoint, weights: Mapping[str, QuantizedWeight]) -> None:
         super().__init__(inner)
-        self.config = {key: value for key, value in inner.config.items() if key not in _SETTINGS}
+        self.config = {key: value for key, value in inner.config.items() if key not in SETTINGS}
         gone = {part.name for weight in weights.values() for part in weight.parts} - weights.keys()
         self._names = list(dict.fromkeys([*(name for name in inner.names() if name not in gone), *weights]))
         self._weights = weights
 
     def names(self) -> list[str]:
         return self._names
+
+    def stack_of(self, name: str) -> str:
+        """As `stacked.stack_of`, of weights that are not quantized."""
+        return stack_of(self._inner, name)
 
     def release(self, name: str) -> None:
         if name not in self._weights:

@@ -30,20 +30,21 @@
                                                                 whose ones are not always there
     Qwen3-Next  linear_attn.in_proj_qkvz.weight [N, K]      linear_attn.in_proj_qkv.weight and in_proj_z.weight: of each key head
                                                                 its q and k, and v and z of the value heads that share it
-                linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too;
-                                                            weight_scale_inv of both, of blocks of rows; MLX's scales
+                linear_attn.in_proj_ba.weight [N, K]        in_proj_b.weight and in_proj_a.weight alike; GGUF's ssm_ba too
                 blk.3.ffn_gate_inp_shexp.weight [K]         blk.3.ffn_gate_inp_shexp.weight [1, K]
     LaraMini    linear_attn.in_proj.weight [N, K]           in_proj_qkv.weight, in_proj_z, in_proj_b and in_proj_a, in this order
     InternLM2   attention.wqkv.weight [(H + 2 G) D, K]          attention.wq, wk and wv, where of each of G key-value heads its
                                                                 queries, its key and its value lie together; biases alike
     Ling 1      attention.query_key_value.weight [(H + 2 G) D, K]   attention.q_proj, k_proj and v_proj, one behind the other
-    Step        moe.gate_proj.weight [E, N, K]                  moe.gate_proj.5.weight [N, K]
+    Step        moe.gate_proj.weight [E, N, K]                  moe.gate_proj.5.weight [N, K]; scales in FP8 and NVFP4 alike, and
+                                                                of weight_scale_2 and input_scale [E] a number each
     RWKV-7      attn.x_x [6, K]                                 attn.x_r, x_w, … [K]; GGUF's time_mix_lerp_fused.weight
                                                                 [6, 1, 1, K] is time_mix_lerp_r.weight, …
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
-So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file.
+So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
+quantized it is done to what they stand for (`quantized_rows.py`).
 
 Legend: E experts, N rows, K columns; H heads of queries, G of keys, of D numbers.
 """
@@ -52,7 +53,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from functools import partial
 from typing import Any
 
@@ -64,6 +65,7 @@ from nanovllm_cli.models.falcon import key_heads
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo
 from nanovllm_cli.weights.folded import folded
+from nanovllm_cli.weights.folder_config import quantization_of
 from nanovllm_cli.weights.key_heads import rows_of
 from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.stacked_parts import ALL as _ALL
@@ -119,6 +121,12 @@ def _numbers(kind: str, found: re.Match[str], stack: str, shape: tuple[int, ...]
     for e in range(shape[0]):
         for part, row in parts.items():
             yield f"{place}.{e}.{part}_proj.{kind}", _Part(stack, e, slice(row, row + 1), number=True)
+
+
+def _number_each(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    place, kind = found.groups()
+    for e in range(min(shape[0], MAX_EXPERTS)):
+        yield f"{place}.{e}.{kind}", _Part(stack, e, slice(0, 1), number=True)
 
 
 def _inner_kind(config: _Config) -> Any:
@@ -248,7 +256,8 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
          _by_key_head),
         (re.compile(r"(model\.layers\.\d+\.attention)\.query_key_value\.weight"), 2, _parts_of_ling),
-        (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight)"), 3, _gguf),
+        (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight(?:_scale(?:_inv)?)?)"), 3, _gguf),
+        (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight_scale_2|input_scale)"), 1, _number_each),
         (
             re.compile(r"((?:(?:language_model\.)?model|model\.language_model|mtp)\.layers\.\d+\.mlp\.experts)"
                        r"\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
@@ -271,7 +280,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),
         (re.compile(r"model\.layers\.\d+\.attn\.r_k"), 2, _as_a_vector),
         (re.compile(r"(?:(?:(?:language_)?model\.)?backbone|model)\.layers\.\d+\.mixer\.conv1d\.weight"), 3, _of_one_column),
-        (re.compile(rf"{_DELTA}\.in_proj_(qkvz|ba)\.(weight(?:_scale_inv)?|scales|biases)"), None, _key_heads),
+        (re.compile(rf"{_DELTA}\.in_proj_(qkvz|ba)\.weight"), 2, _key_heads),
         (re.compile(rf"{_DELTA}\.in_proj\.weight"), 2, delta_parts),
         (re.compile(r"(model\.layers\.\d+\.shared_mlp)\.input_linear\.weight"), 2, _granite_shared),
         (re.compile(r"((?:bert\.)?encoder\.layer\.\d+\.mlp)\.gated_layers\.weight"), 2, _granite_shared),
@@ -279,15 +288,21 @@ _LAYOUTS: dict[str, list[_Layout]] = {
 }  # fmt: skip
 
 
+_OF_ROWS = _turned_over, _qkv_by_head, _by_key_head, _parts_of_ling, _key_heads, delta_parts, _granite_shared
+"""Of matrices, which may be quantized."""
+
+
 def unstacked(checkpoint: Checkpoint) -> Checkpoint:
-    """The checkpoint itself where nothing is stacked, or is no more, and `folded` does nothing. CheckpointError for more experts,
-    or tensors of them, than are believed."""
+    """The checkpoint itself where nothing is stacked, or is no more, and `folded` does nothing. Matrices that others quantized
+    stay what they are: see `rows_apart`. CheckpointError for more experts, or tensors of them, than are believed."""
     checkpoint = folded(checkpoint)
     parts: dict[str, _Part] = {}
-    for name in [] if checkpoint.apart else checkpoint.names():
+    names = [] if checkpoint.apart else checkpoint.names()
+    coded = _coded(checkpoint, names)
+    for name in names:
         for pattern, dims, take in _LAYOUTS[checkpoint.format]:
             found = pattern.fullmatch(name)
-            if found is None:
+            if found is None or (take in _OF_ROWS and name in coded):
                 continue
             shape = checkpoint.info(name).shape
             if dims is not None and len(shape) != (dims if isinstance(dims, int) else dims[found.groups()[-1]]):
@@ -300,6 +315,23 @@ def unstacked(checkpoint: Checkpoint) -> Checkpoint:
                 raise CheckpointError(f"{checkpoint.path}: {most}", DOWNLOAD_AGAIN)
             parts.update(take(found, name, shape, checkpoint.config))
     return _Unstacked(checkpoint, parts) if parts else checkpoint
+
+
+def _coded(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
+    """Weights of a quantized folder that have tensors beside them that say what they mean."""
+    if checkpoint.format == "gguf" or quantization_of(checkpoint.config) is None:
+        return set()
+    beside = (name for name in names if not name.endswith((".weight", ".bias")))
+    return {f"{name.partition('.weight.')[0] if '.weight.' in name else name.rpartition('.')[0]}.weight" for name in beside}
+
+
+def rows_apart(name: str, shape: tuple[int, ...], config: _Config) -> dict[str, slice | tuple[int, ...]]:
+    """The same of a matrix of a folder whatever it is stored as: parts' names, and which rows they are. None are turned over, as
+    tools quantize what GPT-2 has [K, N] as a matrix like others."""
+    for pattern, _, take in _LAYOUTS["hf"]:
+        if take in _OF_ROWS and (found := pattern.fullmatch(name)):
+            return {own: part.rows for own, part in take(found, name, shape, config)}
+    return {}
 
 
 def holds_several(checkpoint: Checkpoint) -> bool:

@@ -8,9 +8,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.layers.wkv import SHARES
-from nanovllm_cli.models.family import ANOTHER
 
 MAX_PARTS = 1 << 17  # the largest models that are published have some 60,000
 ALL = slice(None)
@@ -37,10 +35,8 @@ Config = Mapping[str, Any]
 
 
 def parts_by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], config: Config) -> Parts:
-    """What belongs to a key head lies together; here it is dealt out. Scales are of blocks of rows."""
-    place, what, *kinds = found.groups()
-    if len(shape) != 2:
-        return
+    """What belongs to a key head lies together; here it is dealt out."""
+    place, what = found.groups()
     names = [f"linear_{name}" for name in ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")]
     if what == "ssm_ba":
         place_of = f"{config.get('general.architecture')}.ssm"
@@ -53,12 +49,6 @@ def parts_by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], 
     widths = {"b": group, "a": group}
     if what == "qkvz":
         widths = {"q": key_dim, "k": key_dim, "v": group * value_dim, "z": group * value_dim}
-    kind, block = kinds[0] if kinds else "weight", 1
-    if kind != "weight":
-        block, left = divmod(keys * sum(widths.values()), shape[0])
-        if left or not block or any(width % block for width in widths.values()):
-            raise UnsupportedError(f"tensor {stack!r} has scales of rows that belong to several heads", ANOTHER)
-        widths = {part: width // block for part, width in widths.items()}
     if keys * sum(widths.values()) != shape[0]:
         return
     rows: dict[str, list[int]] = {}
@@ -69,7 +59,7 @@ def parts_by_key_head(found: re.Match[str], stack: str, shape: tuple[int, ...], 
         rows = {"qkv": rows["q"] + rows["k"] + rows["v"], "z": rows["z"]}
     for part, own in rows.items():
         name = {"b": "ssm_beta", "a": "ssm_alpha"}[part] if what == "ssm_ba" else f"in_proj_{part}"
-        yield f"{place}.{name}.{kind}", Part(stack, None, tuple(own))
+        yield f"{place}.{name}.weight", Part(stack, None, tuple(own))
 
 
 def delta_parts(found: re.Match[str], stack: str, shape: tuple[int, ...], config: Config) -> Parts:
