@@ -49,6 +49,7 @@ from transformers import (
     Ovis2Config,
     PaddleOCRVLConfig,
     PaliGemmaConfig,
+    PerceptionLMConfig,
     QianfanOCRConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -62,6 +63,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import fastvit
+import perception_encoder
 from engines import (
     SMALL,
     check_that_no_bit_changes,
@@ -295,6 +297,10 @@ MODELS: dict[str, Any] = {
         visual_indicator_token_ids=[506, 507, 508, 509, 510],
         vision_config=TOWER | {"image_size": 8, "patch_size": 2, "hidden_stride": 2, "vocab_size": 41},
     ),
+    "perception": PerceptionLMConfig(
+        text_config=SMALL | {"model_type": "llama", "vocab_size": 513}, image_token_id=512, video_token_id=511,
+        projector_pooling_ratio=2, vision_config=perception_encoder.vision(side=112),
+    ),
     "got-ocr2": GotOcr2Config(
         text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, tie_word_embeddings=False,
         vision_config={"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 1,
@@ -413,6 +419,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1) for each in patches])
         return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides),
                 "image_merge_sizes": torch.ones(len(values), dtype=torch.int64)}  # fmt: skip
+    if model.config.model_type == "perception_lm":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "kimi_k25":

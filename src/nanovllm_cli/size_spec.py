@@ -48,9 +48,11 @@ class SizeRule:
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
              tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
-             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision). kept: its
-             shape is, at the upper left of the tiles, and it grows to one tile's side at the most; the rest is black (Llama 4);
-             together: tiles are one image, with a row more each, and nothing shows all of it beside them (Llama 3.2)
+             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision); those in
+             which it is the largest in its own shape, or else of the next shape, where that is "growth": one is a piece, too,
+             and what shows all of it is in front (Perception LM). kept: its shape is, at the upper left of the tiles, and it
+             grows to one tile's side at the most; the rest is black (Llama 4); together: tiles are one image, with a row more
+             each, and nothing shows all of it beside them (Llama 3.2)
     padded   its own shape, in at most most_tiles squares of `tile` pixels and no side longer than longest_side, never larger
              than it is, at the upper left of what is black else (Kimi-VL)
     framed   its own shape with the longer side longest_side, the other of `least_side` at least, in the middle of a square of
@@ -76,7 +78,7 @@ class SizeRule:
     most_tiles: int = 0
     tolerance: float = 1.0
     small: Literal["", "floor", "round"] = ""
-    nearest: Literal["shape", "size", "covering"] = "shape"
+    nearest: Literal["shape", "size", "growth", "covering"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
     grows: Literal["always", "never", "letters"] = "always"
     most_lines: int = 0
@@ -93,6 +95,16 @@ class SizeRule:
     def apart(self) -> bool:
         """See `Mosaic`."""
         return self.nearest == "covering"
+
+    @property
+    def always_cut(self) -> bool:
+        """Whether there is a piece, however small an image is."""
+        return self.nearest == "growth"
+
+    @property
+    def whole_first(self) -> bool:
+        """Whether what shows all of an image is in front of its pieces."""
+        return self.kind == "slices" or self.always_cut
 
     def page_tokens(self, cell: int, tiles: int) -> int:
         """Of "pages", the most that so many tiles and what shows all of it have."""

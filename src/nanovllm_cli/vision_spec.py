@@ -171,7 +171,8 @@ class TowerSpec:
     layer norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
     projector_size rows wide), "tabled" (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a
     table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
-    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them);
+    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them),
+    "averaged" (Perception LM: two layers with a GELU, projector_size rows between them, of which a cell's mean is taken);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. tiles: how it
@@ -192,7 +193,7 @@ class TowerSpec:
     eps: float
     projector: Literal[
         "merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled",
-        "shuffled",
+        "shuffled", "averaged",
     ]
     projector_eps: float
     projector_size: int = 0
@@ -346,7 +347,7 @@ class VisionSpec:
         side = rule.longest_side if rule.kind in ("square", "framed", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
         beside = 3 if rule.apart else self.leads or rule.kind in ("mosaic", "pages")
-        return side * (side + self._ends) + 2 * self._framed + beside
+        return (1 + rule.always_cut) * (side * (side + self._ends) + 2 * self._framed + beside)
 
     def num_tokens(self, picture: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""

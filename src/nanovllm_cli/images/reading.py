@@ -99,7 +99,7 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     pieces = [_image(each, rule) for each in cut]
     shown = picture if rule.kept or sizes.first is None else large
     whole = _image(_filled_up(resized(shown, sizes.whole), rule), rule)
-    return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
+    return Picture((whole, *pieces) if rule.whole_first else (*pieces, whole), rows, columns)
 
 
 def _image(made: Pixels, rule: SizeRule) -> Image:

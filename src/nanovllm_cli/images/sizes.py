@@ -47,12 +47,12 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _in_slices(rule, height, width)
         case "canvas":
             tile = rule.tile
-            by_size = rule.nearest == "size"
-            rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
+            rows, columns = {"size": _by_size, "growth": _by_growth}.get(rule.nearest, _on_canvas)(rule, height, width)
             first = _kept(rule, height, width, rows, columns) if rule.kept else None
             if rule.together:
                 return Sizes((rows * tile, columns * tile), None, first)
-            return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None, first)
+            is_cut = rows * columns > 1 or rule.always_cut
+            return Sizes((tile, tile), (rows * tile, columns * tile) if is_cut else None, first)
         case "padded":
             return _padded(rule, height, width)
         case "framed":
@@ -120,7 +120,9 @@ def most_tokens(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas") and not rule.together and rule.all_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas") and not rule.together and (
+        rule.always_cut or rule.all_tiles >= max(2, rule.least_tiles)
+    ):
         pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
@@ -303,6 +305,30 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
         scales = [-scale if scale >= 1 else -math.inf for scale in scales]
     columns, rows = grids[scales.index(max(scales))]
     return rows, columns
+
+
+def _by_growth(rule: SizeRule, height: int, width: int) -> Sides:
+    """Those that an image fits into in which its shorter side becomes the longest; where it is larger than any, the most of
+    the next shape that is less long than it. Among equals the last, of shapes in the order in which ever fewer tiles have it."""
+    tile, aspect = rule.tile, width / height
+    shapes: dict[float, list[Sides]] = {}
+    for count in range(rule.most_tiles, 0, -1):
+        for columns in (each for each in range(1, count + 1) if count % each == 0):
+            shapes.setdefault(columns / (count // columns), []).append((count // columns, columns))
+
+    def shorter(grid: Sides) -> float:
+        grow = min(grid[1] * tile / width, grid[0] * tile / height)
+        if aspect == 1:
+            return grow * height
+        return math.floor(grow * width / aspect if aspect > 1 else grow * height * aspect)
+
+    every = [grid for grids in shapes.values() for grid in grids]
+    fitting = [grid for grid in every if grid[0] * tile >= height and grid[1] * tile >= width]
+    if fitting:
+        return max(reversed(fitting), key=shorter)
+    if aspect >= 1:
+        return shapes[max(shape for shape in shapes if shape <= aspect)][0]
+    return shapes[min(shape for shape in shapes if shape > aspect)][0]
 
 
 def _kept(rule: SizeRule, height: int, width: int, rows: int, columns: int) -> Sides:

@@ -55,6 +55,10 @@ class Projecting(Querying):
                 return self._linear("projector.out", x)
             x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
             return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
+        if self.spec.projector == "averaged":  # before the second matrix, behind which the mean is the same
+            x = activated(self._linear("projector.up", x), "gelu", gated=False)
+            means = x.view(-1, self.spec.joins, x.shape[1]).to(torch.float32).mean(dim=1)
+            return self._linear("projector.down", means.to(self._dtype))
         if self.spec.projector == "shuffled":
             x = activated(self._two_layers("projector", self._joined(x)), "gelu", gated=False)
             return self._linear("projector.out", x)
@@ -139,6 +143,10 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         bias = spec.bias or spec.projector_bias
         matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
         matrix("projector.down", spec.out_size, spec.projector_size, bias)
+        return shapes
+    if spec.projector == "averaged":
+        matrix("projector.up", spec.projector_size, hidden)
+        matrix("projector.down", spec.out_size, spec.projector_size)
         return shapes
     if spec.projector == "shuffled":
         matrix("projector.up", spec.projector_size, joined, bias=False)

@@ -71,6 +71,7 @@ from nanovllm_cli.models.towers_mllama import MLLAMA_NAMES, mllama
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
+from nanovllm_cli.models.towers_perception import PERCEPTION_NAMES, perception_lm
 from nanovllm_cli.models.towers_qwen import (
     OMNI2_5_NAMES,
     OMNI3_NAMES,
@@ -287,6 +288,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "MllamaForConditionalGeneration": TowerFamily(mllama, MLLAMA_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
+    "PerceptionLMForConditionalGeneration": TowerFamily(perception_lm, PERCEPTION_NAMES, video=tower_videos.perception_lm),
     "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES, video=tower_videos.qwen2),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES, video=tower_videos.qwen2_5),

@@ -246,7 +246,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
-    if spec.lead and spec.norm_placed and not of_file:  # CLIP's
+    if spec.projector == "averaged":  # timm's
+        shapes |= {name: (1, *shapes[name]) for name in ("lead.weight", "positions.weight") if name in shapes}
+    elif spec.lead and spec.norm_placed and not of_file:  # CLIP's
         shapes["lead.weight"] = (spec.hidden_size,)
     elif spec.lead and not of_file:
         shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
