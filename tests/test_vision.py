@@ -31,6 +31,7 @@ from transformers import (
     GraniteDoclingConfig,
     HunYuanVLConfig,
     HyperCLOVAXVisionV2Config,
+    Idefics2Config,
     InternVLConfig,
     JanusConfig,
     Kimi_K25Config,
@@ -297,6 +298,12 @@ MODELS: dict[str, Any] = {
         visual_indicator_token_ids=[506, 507, 508, 509, 510],
         vision_config=TOWER | {"image_size": 8, "patch_size": 2, "hidden_stride": 2, "vocab_size": 41},
     ),
+    "idefics2": Idefics2Config(
+        text_config=CASES["mistral, window"].to_dict() | {"vocab_size": 513}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 24, "patch_size": 4},
+        perceiver_config={"hidden_size": 48, "resampler_n_latents": 7, "resampler_depth": 2, "resampler_n_heads": 4,
+                          "resampler_head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-2},
+    ),
     "perception": PerceptionLMConfig(
         text_config=SMALL | {"model_type": "llama", "vocab_size": 513}, image_token_id=512, video_token_id=511,
         projector_pooling_ratio=2, vision_config=perception_encoder.vision(side=112),
@@ -419,6 +426,12 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1) for each in patches])
         return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides),
                 "image_merge_sizes": torch.ones(len(values), dtype=torch.int64)}  # fmt: skip
+    if model.config.model_type == "idefics2":
+        most = [max(value.shape[side] for value in values) for side in (1, 2)]
+        whole, mask = torch.zeros(1, len(values), 3, *most), torch.zeros(1, len(values), *most, dtype=torch.int64)
+        for i, value in enumerate(values):
+            whole[0, i, :, : value.shape[1], : value.shape[2]], mask[0, i, : value.shape[1], : value.shape[2]] = value, 1
+        return {"input_ids": ids, "pixel_values": whole, "pixel_attention_mask": mask}
     if model.config.model_type == "perception_lm":
         return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type in SQUARES or tower.norm_placed:

@@ -57,6 +57,8 @@ class SizeRule:
              than it is, at the upper left of what is black else (Kimi-VL)
     framed   its own shape with the longer side longest_side, the other of `least_side` at least, in the middle of a square of
              the colour `around` (DeepSeek-VL)
+    bounded  its own shape, no side longer than longest_side or, whatever its shape, shorter than least_side; what is no whole
+             multiple is cut off. Where most_tiles is 4 each of its quarters in that way, and all of it behind them (Idefics 2)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
@@ -66,7 +68,7 @@ class SizeRule:
 
     kind: Literal[
         "area", "longest", "square", "middle", "mosaic", "pages", "largest", "tiles", "grid", "canvas", "slices",
-        "padded", "framed",
+        "padded", "framed", "bounded",
     ]  # fmt: skip
     multiple: int
     min_pixels: int = 0
@@ -138,9 +140,17 @@ class SizeRule:
         """Most that any image is cut into."""
         return self.most_tiles if self.dense is None else max(self.most_tiles, self.dense.tiles)
 
-    def limited(self, most: int, cell: int, *, ends: int = 0, framed: bool = False, squares: int = 0) -> SizeRule:
+    @property
+    def num_shown(self) -> int:
+        """Of "bounded", images that what somebody sent becomes."""
+        return 1 if self.most_tiles == 1 else self.most_tiles + 1
+
+    def limited(
+        self, most: int, cell: int, *, ends: int = 0, framed: bool = False, squares: int = 0, each: int = 0
+    ) -> SizeRule:
         """The same for images of at most so many tokens of `cell` pixels on a side, with `ends` more behind each line, and two
-        around those that are `framed`. squares: of a mosaic, as `TowerSpec` has them."""
+        around those that are `framed`. squares: of a mosaic, as `TowerSpec` has them. each: tokens that any image has, or any of
+        its quarters."""
         area = most * cell**2
         size = replace(self, min_pixels=min(self.min_pixels, area), max_pixels=min(self.max_pixels, area))
         if self.kind == "longest":
@@ -171,6 +181,8 @@ class SizeRule:
             piece = (self.tile / cell) ** 2 + 1.25 * self.tile / cell + 0.25  # where one is four times as long as wide, rounded
             tiles = max(1, most // math.floor(piece) - 1)
             size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "bounded":
+            size = replace(size, most_tiles=self.most_tiles if self.num_shown * each <= most else 1)
         elif self.kind == "padded":
             fewer = bisect_right(range(self.most_tiles + 1), most, key=lambda count: self.padded_cells(count)) - 1
             size = replace(size, most_tiles=max(1, fewer))

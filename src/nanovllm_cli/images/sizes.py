@@ -57,6 +57,8 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _padded(rule, height, width)
         case "framed":
             return _framed(rule, height, width)
+        case "bounded":
+            return Sizes(_bounded(rule, height, width))
     unit = rule.multiple
     rows, columns = {"area": _by_lined_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return Sizes((rows * unit, columns * unit))
@@ -81,7 +83,7 @@ def most_rows(spec: VisionSpec) -> int:
         pixels = rule.longest_side**2 + rule.multiple**2
     elif rule.kind == "padded":
         pixels = rule.padded_cells(rule.most_tiles) * rule.multiple**2
-    elif rule.kind in ("square", "framed"):
+    elif rule.kind in ("square", "framed", "bounded"):
         pixels = rule.longest_side**2
     elif rule.kind == "slices":  # its sides are rounded
         side, thin = rule.tile / rule.multiple, math.sqrt(MAX_ASPECT)
@@ -105,6 +107,8 @@ def most_rows(spec: VisionSpec) -> int:
 def most_tokens(spec: VisionSpec) -> int:
     """The same of tokens that stand for an image: for all its pieces and what is made beside them, and at ends of lines."""
     rule, pieces = spec.size, 0
+    if spec.tower.resampler is not None:
+        return spec.least_tokens
     if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
         most = most_rows(spec)
         with_ends = most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1)
@@ -353,6 +357,15 @@ def _framed(rule: SizeRule, height: int, width: int) -> Sizes:
     """first: of what is in the middle."""
     side, scale = rule.longest_side, rule.longest_side / max(height, width)
     return Sizes((side, side), None, (max(round(height * scale), rule.least_side), max(round(width * scale), rule.least_side)))
+
+
+def _bounded(rule: SizeRule, height: int, width: int) -> Sides:
+    longest, aspect = rule.longest_side, width / height
+    if width >= height and width > longest:
+        height, width = int(longest / aspect), longest
+    elif height > width and height > longest:
+        height, width = longest, int(longest * aspect)
+    return max(height, rule.least_side), max(width, rule.least_side)
 
 
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:

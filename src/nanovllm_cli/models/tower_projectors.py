@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_products import activated
-from nanovllm_cli.models.tower_queries import Querying, query_shapes
+from nanovllm_cli.models.tower_queries import query_shapes
+from nanovllm_cli.models.tower_resampler import Resampling, resampler_shapes
 from nanovllm_cli.vision_spec import TowerSpec
 
 TABLED_TOGETHER = 256
@@ -25,12 +26,14 @@ class Grid(NamedTuple):
     windows: tuple[tuple[int, int], ...]
 
 
-class Projecting(Querying):
+class Projecting(Resampling):
     """Of a tower."""
 
     def _projected(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[patches, hidden_size] -> [cells, out_size], or of "lined" as many as `PlacedImage.num_rows`."""
+        """[patches, hidden_size] -> [cells, out_size], or of "lined" and "resampled" as many as `PlacedImage.num_rows`."""
         eps = self.spec.projector_eps
+        if self.spec.projector == "resampled":
+            return self._resampled(x)
         if self.spec.projector == "lined":
             return self._lined(x, grid)
         if self.spec.projector == "tabled":
@@ -120,6 +123,8 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
         return shapes
+    if spec.projector == "resampled":
+        return resampler_shapes(spec)
     if spec.projector == "queried":
         return query_shapes(spec)
     if spec.projector == "tabled":

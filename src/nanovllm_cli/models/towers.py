@@ -54,6 +54,7 @@ from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
+from nanovllm_cli.models.towers_idefics2 import IDEFICS2_NAMES, idefics2
 from nanovllm_cli.models.towers_internvl import (
     INTERNVL_CHAT_NAMES,
     INTERNVL_NAMES,
@@ -264,6 +265,7 @@ TOWERS: dict[str, TowerFamily] = {
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "HyperCLOVAXVisionV2ForConditionalGeneration": TowerFamily(hyperclovax, HYPERCLOVAX_NAMES),
+    "Idefics2ForConditionalGeneration": TowerFamily(idefics2, IDEFICS2_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES, video=tower_videos.internvl),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD, tower_videos.internvl),
