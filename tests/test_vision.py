@@ -23,6 +23,7 @@ from transformers import (
     FastVlmConfig,
     Gemma3Config,
     Gemma4Config,
+    Gemma4UnifiedConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
@@ -143,6 +144,11 @@ MODELS: dict[str, Any] = {
     "gemma4, whole in windows": Gemma4Config(
         text_config=CASES["gemma4, keys are values"].to_dict() | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
         vision_config=GEMMA_4_TOWER | {"standardize": True, "pooling_kernel_size": 2}, **GEMMA_4_IDS,
+    ),
+    "gemma4, without layers": Gemma4UnifiedConfig(
+        text_config=CASES["gemma4, one piece"].to_dict() | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+        vision_config={"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 40, "output_proj_dims": 40,
+                       "mm_posemb_size": 9, "rms_norm_eps": 1e-2}, **GEMMA_4_IDS,
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
@@ -467,6 +473,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "mm_token_type_ids": is_image} | packed_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
+    if model.config.model_type == "gemma4_unified":
+        return {"input_ids": ids, "attention_mask": gemma_4s_masks(model, is_image)} | gemma_4s_cells(prompt, tower.cell)
     patches, grids = [], []
     for value in values:
         lines, columns = (side // tower.cell for side in value.shape[1:])
@@ -494,6 +502,21 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
         patches[i, : lines * columns] = pixels.transpose(1, 2).reshape(lines * columns, -1)
         places[i, : lines * columns] = torch.cartesian_prod(torch.arange(lines), torch.arange(columns)).flip(1)
     return {"pixel_values": patches, "image_position_ids": places}
+
+
+def gemma_4s_cells(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
+    """The same of cells, which a model without layers reads."""
+    given = gemma_4s_patches(prompt, side)
+    return {"pixel_values": given["pixel_values"], "image_position_ids": given["image_position_ids"]}
+
+
+def gemma_4s_masks(model: Any, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As its `generate` makes them: its forward alone, which is inconsistent there, lets an image's tokens see all of it in all
+    layers."""
+    config = model.config.get_text_config()
+    like = torch.zeros(*is_image.shape, config.hidden_size)
+    places = torch.arange(is_image.shape[1])[None]
+    return model.create_masks_for_generate(config, like, None, None, places, mm_token_type_ids=is_image)
 
 
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:

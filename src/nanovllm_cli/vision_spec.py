@@ -175,7 +175,7 @@ class TowerSpec:
     table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
     "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them),
     "averaged" (Perception LM: two layers with a GELU, projector_size rows between them, of which a cell's mean is taken),
-    "resampled" (Idefics 2: see `ResamplerSpec`);
+    "resampled" (Idefics 2: see `ResamplerSpec`), "direct" (Gemma 4 12B: there are no layers, see `tower_patches.py`);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. tiles: how it
@@ -196,7 +196,7 @@ class TowerSpec:
     eps: float
     projector: Literal[
         "merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled",
-        "shuffled", "averaged", "resampled",
+        "shuffled", "averaged", "resampled", "direct",
     ]
     projector_eps: float
     projector_size: int = 0
@@ -245,7 +245,7 @@ class TowerSpec:
     @property
     def num_stages(self) -> int:
         """That an image is computed in."""
-        return self.num_layers + (0 if self.sam is None else self.sam.num_layers)
+        return self.num_layers + (0 if self.sam is None else self.sam.num_layers) or 1
 
     @property
     def deep_behind(self) -> tuple[int, ...]:
@@ -289,6 +289,8 @@ class TowerSpec:
             behind = rows * self.hidden_size * (matrices + 2 * rows)
             before = self.sam.work((short // self.patch_size) ** 2)
             return long // short * (before + behind * self.num_layers) // self.num_stages
+        if self.projector == "direct":
+            return image.height * image.width // self.cell**2 * self.hidden_size * (3 * self.cell**2 + self.out_size)
         if self.fastvit is not None:
             return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2

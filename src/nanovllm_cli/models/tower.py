@@ -22,6 +22,7 @@ from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_fastvit import FastVitTower
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
+from nanovllm_cli.models.tower_patches import PatchTower, patch_bytes
 from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting
 from nanovllm_cli.models.tower_resampler import WIDENED_TOGETHER
 from nanovllm_cli.models.tower_sam import SamTower, beside_numbers
@@ -203,6 +204,8 @@ def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colo
     """A `Tower`, or what its spec says instead."""
     if spec.fastvit is not None:
         return FastVitTower(spec, tensors, colours)
+    if spec.projector == "direct":
+        return PatchTower(spec, tensors, colours)
     if spec.tiles is not None:
         return TilesTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
@@ -217,6 +220,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     """About the most that computing an image of so many pixels takes beside the weights."""
     if spec.fastvit is not None:
         return spec.fastvit.most_numbers(num_pixels) * 4
+    if spec.projector == "direct":
+        return patch_bytes(spec, num_pixels // spec.cell**2)
     if spec.tiles is not None:
         return tile_numbers(spec) * dtype.itemsize
     patches = num_pixels // spec.patch_size**2

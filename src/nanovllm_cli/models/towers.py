@@ -50,7 +50,7 @@ from nanovllm_cli.models.towers_deepseek_vl import DEEPSEEK_VL_NAMES, JANUS_NAME
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_dots import DOTS_OCR_NAMES, HYPERCLOVAX_NAMES, dots_ocr, hyperclovax
 from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
-from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, GEMMA4_UNIFIED_NAMES, gemma4, gemma4_unified
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
@@ -256,6 +256,7 @@ TOWERS: dict[str, TowerFamily] = {
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES, video=tower_videos.gemma4),
+    "Gemma4UnifiedForConditionalGeneration": TowerFamily(gemma4_unified, GEMMA4_UNIFIED_NAMES, video=tower_videos.gemma4),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4_6v),
