@@ -1,6 +1,7 @@
-"""Gemma 4 12B, which sees without layers: its config as published, rows and answers against transformers, what it takes, what is
-refused. What follows a prompt with images, steps: test_vision.py. transformers' image processor can't be imported without
-torchvision: how it joins patches is taken out of its source."""
+"""Gemma 4 12B, which sees without layers: its config as published, rows and answers against transformers, from its folder and
+from files as llama.cpp's converter writes them, what it takes, what is refused. What follows a prompt with images, steps:
+test_vision.py. transformers' image processor can't be imported without torchvision: how it joins patches is taken out of its
+source."""
 
 from __future__ import annotations
 
@@ -9,13 +10,16 @@ import importlib.util
 import json
 import math
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
+import gguf
 import numpy as np
 import pytest
 import torch
 from PIL import Image as pillow
+from safetensors.numpy import load_file
 from transformers import AutoModelForImageTextToText, Gemma4UnifiedConfig, Gemma4UnifiedForConditionalGeneration
 from transformers.models.gemma4.image_processing_pil_gemma4 import Gemma4ImageProcessorPil
 
@@ -28,12 +32,14 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes, work_bytes
 from nanovllm_cli.vision_spec import Image
+from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
 from nanovllm_cli.weights.vision import read_vision
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
-from test_mmproj import check_sees_by_no_file, with_merges
+from test_mmproj import opened, with_merges, written
 from test_tower_memory import Held
 from test_towers import TEXT, difference, draw, image, open_tower
 from test_vision import MODELS
@@ -198,7 +204,122 @@ def test_an_answer_about_images_is_transformers(tmp_path: Path) -> None:
         do_sample=False, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     assert list(output.outputs[0].token_ids) == answer[0, len(ids) :].tolist()
-    check_sees_by_no_file(with_merges(folder, WORDS))
+
+
+def mmproj_by_hand(folder: Path, path: Path, change: Callable[[dict[str, np.ndarray]], Any] = dict, **keys: Any) -> Path:
+    """As llama.cpp's converter writes it (conversion/gemma.py): columns of the matrix, and of the norm in front of it, by
+    colours; tables one behind the other; and what it hears by."""
+    said = json.loads((folder / "config.json").read_text())
+    vision, tensors = said["vision_config"], dict[str, np.ndarray]()
+    side = vision["patch_size"] * vision["pooling_kernel_size"]
+    place = np.arange(3 * side**2)
+    columns = place % side**2 // side * side * 3 + place % side * 3 + place // side**2
+    names = {"patch_dense": "v.patch_embd", "patch_ln1": "v.patch_norm.1", "patch_ln2": "v.patch_norm.2",
+             "pos_norm": "v.patch_norm.3", "embedding_projection": "mm.input_projection"}  # fmt: skip
+    for name, numbers in load_file(folder / "model.safetensors").items():
+        if "language_model" in name or name == "lm_head.weight":
+            continue
+        module, _, kind = name.rpartition(".")
+        module = module.rpartition(".")[2]
+        if kind == "pos_embedding":
+            tensors["v.position_embd.weight"] = np.ascontiguousarray(numbers.transpose(1, 0, 2))
+            continue
+        is_of_pixels = module == "patch_ln1" or (module, kind) == ("patch_dense", "weight")
+        tensors[f"{names[module]}.{kind}"] = np.ascontiguousarray(numbers[..., columns] if is_of_pixels else numbers)
+    tensors["mm.a.input_projection.weight"] = np.ones((said["text_config"]["hidden_size"], 640), np.float32)
+    change(tensors)
+    writer = gguf.GGUFWriter(path, "clip")
+    writer.add_type("mmproj")
+    writer.add_bool("clip.has_vision_encoder", True)
+    writer.add_bool("clip.has_audio_encoder", True)
+    numbers = {"image_size": 224, "patch_size": vision["patch_size"], "embedding_length": vision["mm_embed_dim"],
+               "feed_forward_length": 0, "block_count": 0, "attention.head_count": 0,
+               "projector.scale_factor": vision["pooling_kernel_size"],
+               "projection_dim": said["text_config"]["hidden_size"]} | keys  # fmt: skip
+    for key, number in numbers.items():
+        writer.add_uint32(f"clip.vision.{key}", number)
+    writer.add_float32("clip.vision.attention.layer_norm_epsilon", vision["rms_norm_eps"])
+    writer.add_array("clip.vision.image_mean", [0.0] * 3)
+    writer.add_array("clip.vision.image_std", [1.0] * 3)
+    writer.add_string("clip.vision.projector_type", "gemma4uv")
+    writer.add_string("clip.audio.projector_type", "gemma4ua")
+    for name, numbers_of in tensors.items():
+        writer.add_tensor(name, numbers_of)
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    return path
+
+
+def test_a_file_sees_what_its_folder_sees(made: tuple[Any, Path], tmp_path: Path) -> None:
+    spec, tower = opened(mmproj_by_hand(made[1], tmp_path / "mmproj.gguf"))
+    of_folder, expected = open_tower(made[1])
+    known = replace(of_folder.tower, projector_eps=float(np.float32(1e-3)))
+    assert (spec.tower, spec.size, spec.tokens) == (known, of_folder.size, of_folder.tokens)
+    assert (spec.mean, spec.std, spec.whole, spec.whole_in_windows) == ((0, 0, 0), (1, 1, 1), True, True)
+    assert spec.video is not None
+    assert spec.video.wording == "gemma4"
+    pixels = image(draw(36, 60))
+    assert difference(tower(pixels).rows, expected(pixels).rows) < 1e-6
+    with open_mmproj(tmp_path / "mmproj.gguf") as file:
+        assert read_mmproj(file).hearing is None
+
+
+def test_a_folder_becomes_the_file_that_llama_cpp_makes(made: tuple[Any, Path], tmp_path: Path) -> None:
+    reference = gguf.GGUFReader(mmproj_by_hand(made[1], tmp_path / "reference.gguf"))
+    found = gguf.GGUFReader(written(made[1], tmp_path / "m-Q4_0.gguf"))
+    tensors, wanted = ({tensor.name: tensor.data for tensor in file.tensors} for file in (found, reference))
+    wanted.pop("mm.a.input_projection.weight")
+    assert tensors.keys() == wanted.keys()
+    assert [name for name in wanted if not np.array_equal(tensors[name], wanted[name])] == []
+    fields = {key: field.contents() for key, field in found.fields.items()}
+    means_nothing = {f"clip.{key}" for key in ("has_audio_encoder", "audio.projector_type", "vision.image_size",
+                                               "vision.attention.head_count")}  # fmt: skip
+    for key, field in reference.fields.items():
+        if not key.startswith("GGUF.") and key not in means_nothing:
+            assert fields[key] == pytest.approx(field.contents()), key
+
+
+@pytest.mark.parametrize(("change", "keys", "words"), [
+    (lambda t: t.pop("mm.input_projection.weight"), {}, r"tensor 'mm\.input_projection\.weight' is missing"),
+    (lambda t: t.update({"v.position_embd.weight": np.ones((9, 32), np.float32)}), {}, "is no two tables"),
+    (lambda t: t.update({"v.position_embd.weight": np.ones((3, 9, 32), np.float32)}), {}, "of the wrong shape"),
+    (lambda t: t.pop("v.patch_norm.3.bias"), {}, r"1 missing: v\.patch_norm\.3\.bias"),
+    (lambda t: t.update({"v.blk.0.ln1.weight": np.ones(32, np.float32)}), {}, r"1 not part of it: v\.blk\.0\.ln1\.weight"),
+    (dict, {"projector.scale_factor": 2}, "of the wrong shape"),
+    (dict, {"patch_size": 1 << 20}, "pixels are not believed"),
+    (dict, {"embedding_length": 0}, "'clip.vision.embedding_length' must be"),
+])  # fmt: skip
+def test_files_that_are_broken_are_told(
+    change: Callable[[dict[str, np.ndarray]], Any], keys: dict[str, int], words: str, made: tuple[Any, Path], tmp_path: Path
+) -> None:
+    with pytest.raises(CheckpointError, match=words):
+        opened(mmproj_by_hand(made[1], tmp_path / "mmproj.gguf", change, **keys))
+
+
+def test_an_answer_is_the_same_from_files(tmp_path: Path) -> None:
+    config = type(MODELS["gemma4, without layers"]).from_dict(MODELS["gemma4, without layers"].to_dict())
+    config.text_config.max_position_embeddings, config.image_token_id = 1024, 256
+    config.text_config.sliding_window = 80
+    folder = save(random_model(config, auto=AutoModelForImageTextToText), tmp_path / "folder")
+    said = IMAGES | {"patch_size": 4, "pooling_kernel_size": 2}
+    (folder / "preprocessor_config.json").write_text(json.dumps(said))
+    write_byte_tokenizer(folder, tuple(WORDS), eos_token=WORDS[4], chat_template=TEMPLATE)
+    with_merges(folder, WORDS)
+    with open_checkpoint(folder) as checkpoint:
+        convert.write(checkpoint, convert.plan(checkpoint, "gguf", "f32"), tmp_path / "m-F32.gguf")
+    assert written(folder, tmp_path / "m-F32.gguf") == tmp_path / "mmproj-m-F32.gguf"
+    picture = {"type": "image_url", "image_url": {"url": data_url(saved(pillow.fromarray(colours(31, 24, 3)), "PNG"))}}
+    asked = [{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}]
+    params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    answers = []
+    for path in (folder, tmp_path / "m-F32.gguf"):
+        settings = EngineConfig(threads=2, dtype="float32", image_max_tokens=70)
+        with LLM(path, config=settings) as llm:
+            prompt = llm.encode_chat(asked)
+            answers.append((list(prompt), list(llm.chat(asked, params)[0].outputs[0].token_ids)))
+    assert answers[0] == answers[1]
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32])

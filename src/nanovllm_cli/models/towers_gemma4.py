@@ -85,7 +85,7 @@ def gemma4_unified(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         hidden_size=hidden,
         num_layers=0,
         num_heads=1,
-        intermediate_size=hidden,
+        intermediate_size=0,
         out_size=text_width(config),
         activation="gelu",
         norm="layer",

@@ -220,7 +220,7 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if spec.tiles is not None:
         return tiles_stored(spec)
     if spec.projector == "direct":
-        return tower_shapes(spec) | {"positions.weight": (spec.positions, 2, spec.hidden_size)}
+        return tower_shapes(spec) | ({} if of_file else {"positions.weight": (spec.positions, 2, spec.hidden_size)})
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
