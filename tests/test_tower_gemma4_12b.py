@@ -36,6 +36,8 @@ from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.mmproj import open_mmproj, read_mmproj
 from nanovllm_cli.weights.vision import read_vision
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
@@ -298,7 +300,7 @@ def test_files_that_are_broken_are_told(
         opened(mmproj_by_hand(made[1], tmp_path / "mmproj.gguf", change, **keys))
 
 
-def test_an_answer_is_the_same_from_files(tmp_path: Path) -> None:
+def test_an_answer_is_the_same_from_files(doors: Doors, tmp_path: Path) -> None:
     config = type(MODELS["gemma4, without layers"]).from_dict(MODELS["gemma4, without layers"].to_dict())
     config.text_config.max_position_embeddings, config.image_token_id = 1024, 256
     config.text_config.sliding_window = 80
@@ -313,6 +315,8 @@ def test_an_answer_is_the_same_from_files(tmp_path: Path) -> None:
     picture = {"type": "image_url", "image_url": {"url": data_url(saved(pillow.fromarray(colours(31, 24, 3)), "PNG"))}}
     asked = [{"role": "user", "content": [picture, {"type": "text", "text": "What?"}]}]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
+    code, out, err = doors.command("models", "show", str(folder))
+    assert (code, "of 8 x 8 pixels; read by no layers" in out) == (0, True), out + err
     answers = []
     for path in (folder, tmp_path / "m-F32.gguf"):
         settings = EngineConfig(threads=2, dtype="float32", image_max_tokens=70)

@@ -30,6 +30,8 @@ from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.models.tower import tower_dtype, tower_of, tower_shapes, work_bytes
 from nanovllm_cli.text.image_tokens import with_marks
 from nanovllm_cli.vision_spec import Image, Picture
+from test_bad_checkpoints import Doors
+from test_bad_checkpoints import doors as doors
 from test_image_pieces import read
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
@@ -160,7 +162,7 @@ def test_a_word_behind_an_image_gets_no_space() -> None:
     assert written_by_transformers("<image>What", splits=False, count=1) == f"{AROUND}<image>{AROUND} What"
 
 
-def test_an_answer_about_images_is_transformers(tmp_path: Path) -> None:
+def test_an_answer_about_images_is_transformers(doors: Doors, tmp_path: Path) -> None:
     config = type(MODELS["idefics2"]).from_dict(MODELS["idefics2"].to_dict())
     config.text_config.max_position_embeddings, config.image_token_id = 1024, 256
     model = random_model(config, auto=AutoModelForImageTextToText)
@@ -187,6 +189,8 @@ def test_an_answer_about_images_is_transformers(tmp_path: Path) -> None:
         max_new_tokens=8, do_sample=False, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     assert list(output.outputs[0].token_ids) == answer[0, len(ids) :].tolist()
+    code, out, err = doors.command("models", "show", str(folder))
+    assert (code, "35 tokens at most for each, whatever its size; read by 2 layers of 32" in out) == (0, True), out + err
     check_sees_by_no_file(with_merges(folder, WORDS))
 
 
