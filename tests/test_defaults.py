@@ -162,6 +162,7 @@ OTHER_TOWERS = {
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
     "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused
+    "PerceptionLMForConditionalGeneration",  # the same
     "WhisperForConditionalGeneration",  # is one with its decoder: test_whisper.py
 }  # fmt: skip
 

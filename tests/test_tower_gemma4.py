@@ -305,7 +305,3 @@ def test_what_no_tower_here_can_be_is_told(change: dict[str, Any], images: dict[
     with pytest.raises(UnsupportedError) as caught:
         read(write(tmp_path, config, images))
     assert caught.value.hint
-
-
-def test_what_sees_without_a_tower_reads_texts_alone(tmp_path: Path) -> None:
-    assert read(write(tmp_path, E4B | {"architectures": ["Gemma4UnifiedForConditionalGeneration"]})) is None

@@ -16,6 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import fastvit
+import perception_encoder
 from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.models import tower_attention
 from nanovllm_cli.models.tower import Tower, TowerRows
@@ -189,6 +190,21 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
         },
     }),
     "fastvlm": ("FastVlm", {"text_config": TEXT | {"model_type": "qwen2"}, "vision_config": fastvit.vision()}),
+    "perception": ("PerceptionLM", {
+        "text_config": TEXT | {"model_type": "llama"}, "projector_pooling_ratio": 2,
+        "vision_config": perception_encoder.vision(),
+    }),
+    "perception, giant": ("PerceptionLM", {
+        "text_config": TEXT | {"model_type": "llama"}, "vision_use_cls_token": False, "projector_pooling_ratio": 4,
+        "vision_config": perception_encoder.vision(perception_encoder.GIANT, use_post_transformer_norm=True, init_values=None),
+    }),
+    "idefics2": ("Idefics2", {
+        "text_config": TEXT | {"model_type": "mistral"},
+        "vision_config": {key: value for key, value in SIGLIP.items() if key not in ("model_type", "vision_use_head")}
+        | {"image_size": 20},
+        "perceiver_config": {"hidden_size": 24, "resampler_n_latents": 6, "resampler_depth": 2, "resampler_n_heads": 4,
+                             "resampler_head_dim": 8, "num_key_value_heads": 2, "rms_norm_eps": 1e-3},
+    }),
     "ovis2": ("Ovis2", {
         "text_config": TEXT | {"model_type": "qwen2"}, "hidden_size": 24, "vocab_size": 32, "image_token_id": 20,
         "visual_indicator_token_ids": [21, 22, 23, 24, 25],
@@ -223,6 +239,8 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
 HALVES = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3}
 IN_PIECES: dict[str, dict[str, Any]] = {
     "fastvlm": HALVES | {"size": {"shortest_edge": 192}, "crop_size": {"height": 192, "width": 192}},
+    "perception": HALVES | {"tile_size": 56}, "perception, giant": HALVES | {"tile_size": 56, "vision_input_type": "vanilla"},
+    "idefics2": HALVES | {"size": {"shortest_edge": 16, "longest_edge": 104}},
     "ovis2": HALVES | {"size": {"height": 48, "width": 48}},
     "got": HALVES | {"size": {"height": 48, "width": 48}},
     "llama4": HALVES | {"size": {"height": 48, "width": 48}}, "kimi": HALVES | {"patch_size": 4},
@@ -240,13 +258,14 @@ IN_PIECES: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 """Settings of image processors that cut images."""
 CELL = 8
-CELLS = {"gemma3": 12, "minicpm": 16, "fastvlm": 64} | dict.fromkeys(
-    ("llava", "llava, siglip", "videollama3", "vipllava", "janus", "deepseek_vl"), 4
+CELLS = {"gemma3": 12, "minicpm": 16, "fastvlm": 64, "perception": 28, "perception, giant": 56} | dict.fromkeys(
+    ("llava", "llava, siglip", "idefics2", "videollama3", "vipllava", "janus", "deepseek_vl"), 4
 )
 FREE_SIZES = [(8, 8), (24, 40), (40, 16), (32, 32)]
 SIZES = {"minicpm": [(16, 16), (48, 80), (80, 32), (64, 64)], "gemma3": [(48, 48)],
          "llama4": [(48, 48)], "vipllava": [(48, 48)], "janus": [(48, 48)], "deepseek_vl": [(48, 48)],
-         "videollama3": [(4, 4), (24, 40), (44, 16)],
+         "videollama3": [(4, 4), (24, 40), (44, 16)], "perception": [(56, 56)], "perception, giant": [(56, 56)],
+         "idefics2": [(16, 16), (100, 20), (24, 40)],  # 25 patches begin where the table's do, but for rounding
          "aya": [(48, 48)], "command_a": [(48, 48)], "llava": [(48, 48)], "llava, siglip": [(48, 48)],
          "smolvlm": [(48, 48)], "docling": [(48, 48)], "internvl": [(48, 48)], "qianfan": [(48, 48)], "internvl, rms": [(48, 48)],
          "granite4": [(32, 32)], "got": [(48, 48)], "ovis2": [(48, 48)], "fastvlm": [(64, 64), (128, 320), (192, 192)],
@@ -316,7 +335,7 @@ def make(name: str, folder: Path) -> Made:
                 with torch.no_grad():
                     found = model.model.get_image_features(values[None, None], torch.ones(1, 1, dtype=torch.bool))
                 return found.pooler_output[0] * 3, [each[0] for each in found.deepstack_features]
-            shaped = values[None, None] if name == "smolvlm" else values[None]
+            shaped = values[None, None] if name.startswith(("smolvlm", "perception", "idefics2")) else values[None]
             seen = siglip_2s_patches([values], CELL // 2) if name == "lfm2" else {"pixel_values": shaped}
             with torch.no_grad():
                 found = model.model.get_image_features(**seen).pooler_output

@@ -23,6 +23,7 @@ from transformers import (
     FastVlmConfig,
     Gemma3Config,
     Gemma4Config,
+    Gemma4UnifiedConfig,
     Glm4vConfig,
     Glm4vMoeConfig,
     GlmOcrConfig,
@@ -31,6 +32,7 @@ from transformers import (
     GraniteDoclingConfig,
     HunYuanVLConfig,
     HyperCLOVAXVisionV2Config,
+    Idefics2Config,
     InternVLConfig,
     JanusConfig,
     Kimi_K25Config,
@@ -49,6 +51,7 @@ from transformers import (
     Ovis2Config,
     PaddleOCRVLConfig,
     PaliGemmaConfig,
+    PerceptionLMConfig,
     QianfanOCRConfig,
     Qwen2_5_VLConfig,
     Qwen2VLConfig,
@@ -62,6 +65,7 @@ from transformers import (
 from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 
 import fastvit
+import perception_encoder
 from engines import (
     SMALL,
     check_that_no_bit_changes,
@@ -140,6 +144,11 @@ MODELS: dict[str, Any] = {
     "gemma4, whole in windows": Gemma4Config(
         text_config=CASES["gemma4, keys are values"].to_dict() | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
         vision_config=GEMMA_4_TOWER | {"standardize": True, "pooling_kernel_size": 2}, **GEMMA_4_IDS,
+    ),
+    "gemma4, without layers": Gemma4UnifiedConfig(
+        text_config=CASES["gemma4, one piece"].to_dict() | {"pad_token_id": 0, "use_bidirectional_attention": "vision"},
+        vision_config={"patch_size": 4, "pooling_kernel_size": 2, "mm_embed_dim": 40, "output_proj_dims": 40,
+                       "mm_posemb_size": 9, "rms_norm_eps": 1e-2}, **GEMMA_4_IDS,
     ),
     "mistral3": Mistral3Config(
         text_config=CASES["mistral, window"].to_dict(), image_token_index=512, spatial_merge_size=2,
@@ -295,6 +304,16 @@ MODELS: dict[str, Any] = {
         visual_indicator_token_ids=[506, 507, 508, 509, 510],
         vision_config=TOWER | {"image_size": 8, "patch_size": 2, "hidden_stride": 2, "vocab_size": 41},
     ),
+    "idefics2": Idefics2Config(
+        text_config=CASES["mistral, window"].to_dict() | {"vocab_size": 513}, image_token_id=512,
+        vision_config=TOWER | {"image_size": 24, "patch_size": 4},
+        perceiver_config={"hidden_size": 48, "resampler_n_latents": 7, "resampler_depth": 2, "resampler_n_heads": 4,
+                          "resampler_head_dim": 16, "num_key_value_heads": 2, "rms_norm_eps": 1e-2},
+    ),
+    "perception": PerceptionLMConfig(
+        text_config=SMALL | {"model_type": "llama", "vocab_size": 513}, image_token_id=512, video_token_id=511,
+        projector_pooling_ratio=2, vision_config=perception_encoder.vision(side=112),
+    ),
     "got-ocr2": GotOcr2Config(
         text_config=SMALL | {"model_type": "qwen2", "vocab_size": 513}, image_token_index=512, tie_word_embeddings=False,
         vision_config={"hidden_size": 8, "num_hidden_layers": 3, "num_attention_heads": 2, "image_size": 16, "patch_size": 1,
@@ -413,6 +432,14 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         flat = torch.cat([each.permute(1, 2, 0, 3, 4).flatten(2).flatten(0, 1) for each in patches])
         return {"input_ids": ids, "pixel_values": flat, "image_grid_thw": torch.tensor(sides),
                 "image_merge_sizes": torch.ones(len(values), dtype=torch.int64)}  # fmt: skip
+    if model.config.model_type == "idefics2":
+        most = [max(value.shape[side] for value in values) for side in (1, 2)]
+        whole, mask = torch.zeros(1, len(values), 3, *most), torch.zeros(1, len(values), *most, dtype=torch.int64)
+        for i, value in enumerate(values):
+            whole[0, i, :, : value.shape[1], : value.shape[2]], mask[0, i, : value.shape[1], : value.shape[2]] = value, 1
+        return {"input_ids": ids, "pixel_values": whole, "pixel_attention_mask": mask}
+    if model.config.model_type == "perception_lm":
+        return {"input_ids": ids, "pixel_values": torch.stack(values)[None]}
     if model.config.model_type in SQUARES or tower.norm_placed:
         return {"input_ids": ids, "pixel_values": torch.stack(values)}
     if model.config.model_type == "kimi_k25":
@@ -446,6 +473,8 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
         return {"input_ids": ids, "mm_token_type_ids": is_image} | packed_patches(values, tower.patch_size)
     if model.config.model_type == "gemma4":
         return {"input_ids": ids, "mm_token_type_ids": is_image} | gemma_4s_patches(prompt, tower.patch_size)
+    if model.config.model_type == "gemma4_unified":
+        return {"input_ids": ids, "attention_mask": gemma_4s_masks(model, is_image)} | gemma_4s_cells(prompt, tower.cell)
     patches, grids = [], []
     for value in values:
         lines, columns = (side // tower.cell for side in value.shape[1:])
@@ -473,6 +502,21 @@ def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
         patches[i, : lines * columns] = pixels.transpose(1, 2).reshape(lines * columns, -1)
         places[i, : lines * columns] = torch.cartesian_prod(torch.arange(lines), torch.arange(columns)).flip(1)
     return {"pixel_values": patches, "image_position_ids": places}
+
+
+def gemma_4s_cells(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:
+    """The same of cells, which a model without layers reads."""
+    given = gemma_4s_patches(prompt, side)
+    return {"pixel_values": given["pixel_values"], "image_position_ids": given["image_position_ids"]}
+
+
+def gemma_4s_masks(model: Any, is_image: torch.Tensor) -> dict[str, torch.Tensor]:
+    """As its `generate` makes them: its forward alone, which is inconsistent there, lets an image's tokens see all of it in all
+    layers."""
+    config = model.config.get_text_config()
+    like = torch.zeros(*is_image.shape, config.hidden_size)
+    places = torch.arange(is_image.shape[1])[None]
+    return model.create_masks_for_generate(config, like, None, None, places, mm_token_type_ids=is_image)
 
 
 def opened(name: str, folder: Path, **settings: Any) -> tuple[Any, Worker, VisionSpec, int]:

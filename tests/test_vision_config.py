@@ -268,7 +268,7 @@ def test_experts_do_not_change_how_a_model_sees(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("change", [
     {"architectures": ["Qwen3ForCausalLM"]},
-    {"architectures": ["Gemma4UnifiedForConditionalGeneration"]},
+    {"architectures": ["Gemma4UnifiedForCausalLM"]},
     {"architectures": []},
     {"architectures": None},
     {"architectures": [["Qwen3VLForConditionalGeneration"]]},

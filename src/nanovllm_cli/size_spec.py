@@ -48,13 +48,17 @@ class SizeRule:
              columns that are as near to its own shape as may be; all of it: as `area` (LFM2-VL)
     canvas   least_tiles to most_tiles of them, alike, in at most most_lines lines or columns, if that is not 0; all of it: one
              tile, and nothing but that where it is one (InternVL); more tiles for what is `dense` (Granite Docling); those by
-             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision). kept: its
-             shape is, at the upper left of the tiles, and it grows to one tile's side at the most; the rest is black (Llama 4);
-             together: tiles are one image, with a row more each, and nothing shows all of it beside them (Llama 3.2)
+             which the image grows the least, or else shrinks the least, where `nearest` is "size" (Command A Vision); those in
+             which it is the largest in its own shape, or else of the next shape, where that is "growth": one is a piece, too,
+             and what shows all of it is in front (Perception LM). kept: its shape is, at the upper left of the tiles, and it
+             grows to one tile's side at the most; the rest is black (Llama 4); together: tiles are one image, with a row more
+             each, and nothing shows all of it beside them (Llama 3.2)
     padded   its own shape, in at most most_tiles squares of `tile` pixels and no side longer than longest_side, never larger
              than it is, at the upper left of what is black else (Kimi-VL)
     framed   its own shape with the longer side longest_side, the other of `least_side` at least, in the middle of a square of
              the colour `around` (DeepSeek-VL)
+    bounded  its own shape, no side longer than longest_side or, whatever its shape, shorter than least_side; what is no whole
+             multiple is cut off. Where most_tiles is 4 each of its quarters in that way, and all of it behind them (Idefics 2)
     slices   up to most_tiles of them, of about as many pixels as a tile, but of the image's own shape; all of it, which is in
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
@@ -64,7 +68,7 @@ class SizeRule:
 
     kind: Literal[
         "area", "longest", "square", "middle", "mosaic", "pages", "largest", "tiles", "grid", "canvas", "slices",
-        "padded", "framed",
+        "padded", "framed", "bounded",
     ]  # fmt: skip
     multiple: int
     min_pixels: int = 0
@@ -76,7 +80,7 @@ class SizeRule:
     most_tiles: int = 0
     tolerance: float = 1.0
     small: Literal["", "floor", "round"] = ""
-    nearest: Literal["shape", "size", "covering"] = "shape"
+    nearest: Literal["shape", "size", "growth", "covering"] = "shape"
     grids: tuple[tuple[int, int], ...] = ()
     grows: Literal["always", "never", "letters"] = "always"
     most_lines: int = 0
@@ -93,6 +97,16 @@ class SizeRule:
     def apart(self) -> bool:
         """See `Mosaic`."""
         return self.nearest == "covering"
+
+    @property
+    def always_cut(self) -> bool:
+        """Whether there is a piece, however small an image is."""
+        return self.nearest == "growth"
+
+    @property
+    def whole_first(self) -> bool:
+        """Whether what shows all of an image is in front of its pieces."""
+        return self.kind == "slices" or self.always_cut
 
     def page_tokens(self, cell: int, tiles: int) -> int:
         """Of "pages", the most that so many tiles and what shows all of it have."""
@@ -126,9 +140,17 @@ class SizeRule:
         """Most that any image is cut into."""
         return self.most_tiles if self.dense is None else max(self.most_tiles, self.dense.tiles)
 
-    def limited(self, most: int, cell: int, *, ends: int = 0, framed: bool = False, squares: int = 0) -> SizeRule:
+    @property
+    def num_shown(self) -> int:
+        """Of "bounded", images that what somebody sent becomes."""
+        return 1 if self.most_tiles == 1 else self.most_tiles + 1
+
+    def limited(
+        self, most: int, cell: int, *, ends: int = 0, framed: bool = False, squares: int = 0, each: int = 0
+    ) -> SizeRule:
         """The same for images of at most so many tokens of `cell` pixels on a side, with `ends` more behind each line, and two
-        around those that are `framed`. squares: of a mosaic, as `TowerSpec` has them."""
+        around those that are `framed`. squares: of a mosaic, as `TowerSpec` has them. each: tokens that any image has, or any of
+        its quarters."""
         area = most * cell**2
         size = replace(self, min_pixels=min(self.min_pixels, area), max_pixels=min(self.max_pixels, area))
         if self.kind == "longest":
@@ -159,6 +181,8 @@ class SizeRule:
             piece = (self.tile / cell) ** 2 + 1.25 * self.tile / cell + 0.25  # where one is four times as long as wide, rounded
             tiles = max(1, most // math.floor(piece) - 1)
             size = replace(size, most_tiles=min(self.most_tiles, tiles))
+        elif self.kind == "bounded":
+            size = replace(size, most_tiles=self.most_tiles if self.num_shown * each <= most else 1)
         elif self.kind == "padded":
             fewer = bisect_right(range(self.most_tiles + 1), most, key=lambda count: self.padded_cells(count)) - 1
             size = replace(size, most_tiles=max(1, fewer))

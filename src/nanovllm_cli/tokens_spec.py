@@ -20,6 +20,7 @@ class ImageTokens:
     images there are before it.
     line: behind all that, where a template knows nothing of images; None: of such a template nothing is made.
     marks: the tokens of a mosaic whose squares lie apart, in the order of their kinds (see `Mosaic`); others have `token` there.
+    shares_ends: where one image is right behind another, what is behind that is what is in front of this, and there once.
     often: a template may write so many markers for an image instead of one, as many as it has tokens (PP-Chart2Table).
     asked: control tokens that somebody's text may name all the same, which say what to do with an image, and which answers show.
     """
@@ -41,6 +42,7 @@ class ImageTokens:
     piece_end: str = ""
     between: str = ""
     marks: tuple[str, ...] = ()
+    shares_ends: bool = False
     often: int = 1
     asked: tuple[str, ...] = ()
 

@@ -18,6 +18,7 @@ from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
 from nanovllm_cli.pictures import Sound as Sound
 from nanovllm_cli.pictures import Video as Video
+from nanovllm_cli.resampler_spec import ResamplerSpec
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.tiles_spec import TilesSpec
@@ -120,10 +121,11 @@ class Query(NamedTuple):
     corner: int | None
 
 
-Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth", "nearest"]
+Stretch = Literal["corners", "areas", "bilinear", "bicubic", "tenth", "nearest", "steps"]
 """How a square table of positions becomes an image's: linearly, from corner to corner; as a picture is made smaller, by the areas
 of its pixels; linearly, or by cubic polynomials, between the middles of pixels; as "bilinear", for sides that are a tenth of a
-patch longer than they are; each patch has that in which its beginning lies."""
+patch longer than they are; each patch has that in which its beginning lies; that, with what rounding of a patch's length makes of
+it."""
 
 
 Stored = Literal["halves", "axes", "pairs"]
@@ -171,7 +173,9 @@ class TowerSpec:
     layer norm), "queried" (Granite 4 Vision: see `tower_queries.py`; `queries` are made in windows of query_side cells on a side,
     projector_size rows wide), "tabled" (Ovis2: join a cell, one matrix, layer norm and softmax over projector_size entries of a
     table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
-    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them);
+    "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them),
+    "averaged" (Perception LM: two layers with a GELU, projector_size rows between them, of which a cell's mean is taken),
+    "resampled" (Idefics 2: see `ResamplerSpec`), "direct" (Gemma 4 12B: there are no layers, see `tower_patches.py`);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. tiles: how it
@@ -192,7 +196,7 @@ class TowerSpec:
     eps: float
     projector: Literal[
         "merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled",
-        "shuffled",
+        "shuffled", "averaged", "resampled", "direct",
     ]
     projector_eps: float
     projector_size: int = 0
@@ -233,6 +237,7 @@ class TowerSpec:
     deep: tuple[int, ...] = ()
     query_side: int = 0
     queries: tuple[Query, ...] = ()
+    resampler: ResamplerSpec | None = None
     sam: SamSpec | None = None
     fastvit: FastVitSpec | None = None
     tiles: TilesSpec | None = None
@@ -240,7 +245,7 @@ class TowerSpec:
     @property
     def num_stages(self) -> int:
         """That an image is computed in."""
-        return self.num_layers + (0 if self.sam is None else self.sam.num_layers)
+        return self.num_layers + (0 if self.sam is None else self.sam.num_layers) or 1
 
     @property
     def deep_behind(self) -> tuple[int, ...]:
@@ -284,6 +289,8 @@ class TowerSpec:
             behind = rows * self.hidden_size * (matrices + 2 * rows)
             before = self.sam.work((short // self.patch_size) ** 2)
             return long // short * (before + behind * self.num_layers) // self.num_stages
+        if self.projector == "direct":
+            return image.height * image.width // self.cell**2 * self.hidden_size * (3 * self.cell**2 + self.out_size)
         if self.fastvit is not None:
             return self.fastvit.work(image.height * image.width) // self.num_layers
         patches = image.height * image.width // self.patch_size**2
@@ -324,7 +331,8 @@ class VisionSpec:
         """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed, and for
         videos of frames that are no larger; see `VideoSpec.limited`."""
         tower = self.tower
-        size = self.size.limited(most, tower.cell, ends=self._ends, framed=self._framed, squares=tower.squares)
+        each = 0 if tower.resampler is None else tower.resampler.queries
+        size = self.size.limited(most, tower.cell, ends=self._ends, framed=self._framed, squares=tower.squares, each=each)
         video = None if self.video is None else self.video.limited(most, tower.cell, fps, most_frames)
         return replace(self, size=size, video=video)
 
@@ -342,11 +350,13 @@ class VisionSpec:
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
+        if self.tower.resampler is not None:
+            return self.tower.resampler.queries * rule.num_shown
         is_tile = rule.kind not in ("area", "grid", "padded") and (rule.kind != "slices" or rule.grows == "always")
         side = rule.longest_side if rule.kind in ("square", "framed", "pages") else rule.tile if is_tile else 0
         side = (side or self.tower.cell) // self.tower.cell
         beside = 3 if rule.apart else self.leads or rule.kind in ("mosaic", "pages")
-        return side * (side + self._ends) + 2 * self._framed + beside
+        return (1 + rule.always_cut) * (side * (side + self._ends) + 2 * self._framed + beside)
 
     def num_tokens(self, picture: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
@@ -410,6 +420,8 @@ class VisionSpec:
         if self.leads:
             count = image.height * image.width // self.size.tile**2
             return PlacedImage(image, start, 1, count * (self.tower.positions + 1), leads=True)
+        if self.tower.resampler is not None:
+            return PlacedImage(image, start, 1, self.tower.resampler.queries)
         if self.tower.sam is not None:
             return PlacedImage(image, start, 1, self.tower.sam.num_rows(image.height // cell, image.width // cell))
         return PlacedImage(

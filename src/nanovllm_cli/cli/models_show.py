@@ -196,7 +196,7 @@ def _layers_in_words(tower: TowerSpec) -> str:
     """SAM's are others than those behind it, if there are any."""
     kinds = [(tower.num_layers, tower.hidden_size)] if tower.num_layers else []
     kinds = kinds if tower.sam is None else [(tower.sam.num_layers, tower.sam.hidden_size), *kinds]
-    return " and ".join(f"{count} layers of {width:,}" for count, width in kinds)
+    return " and ".join(f"{count} layers of {width:,}" for count, width in kinds) or "no layers"
 
 
 def _videos(facts: Facts) -> dict[str, float]:
@@ -277,7 +277,8 @@ def _print(
         lines.insert(3, ("embedding", words))
     if (vision := facts.vision) is not None:
         tower, (tokens, num_bytes) = vision.tower, _images(facts).values()
-        lines.insert(3, ("images", f"{tokens:,} tokens at most for each, of {tower.cell} x {tower.cell} pixels; read by "
+        of_any = "whatever its size" if tower.resampler is not None else f"of {tower.cell} x {tower.cell} pixels"
+        lines.insert(3, ("images", f"{tokens:,} tokens at most for each, {of_any}; read by "
                                    f"{_layers_in_words(tower)}, {size(num_bytes)} in 16 bits"))
     if facts.vision is not None and (video := facts.vision.video) is not None:
         paced = f", {video.fps:g} a second" if "fps" in _videos(facts) else ""

@@ -8,6 +8,7 @@ from __future__ import annotations
 import warnings
 from functools import cache
 from io import BytesIO
+from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from nanovllm_cli.errors import UsageError
@@ -80,6 +81,11 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
         height, width = sizes.first
         top, left = (height - tile) // 2, (width - tile) // 2
         return Picture((_image(resized(picture, sizes.first).crop((left, top, left + tile, top + tile)), rule),))
+    if rule.kind == "bounded":
+        parts = _quarters(picture) if rule.most_tiles > 1 else []
+        sized = [(part, fitted(rule, part.height, part.width).whole) for part in (*parts, picture)]
+        images = tuple(_image(resized(part, sides), rule) for part, sides in sized)
+        return Picture(images, 2, 2) if parts else Picture(images)
     if rule.kind == "mosaic":
         inner = None if sizes.first is None else resized(picture, sizes.first)
         return Picture((_mosaic(resized(picture, sizes.whole), inner, sizes, rule, (picture.height, picture.width)),))
@@ -99,7 +105,16 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     pieces = [_image(each, rule) for each in cut]
     shown = picture if rule.kept or sizes.first is None else large
     whole = _image(_filled_up(resized(shown, sizes.whole), rule), rule)
-    return Picture((whole, *pieces) if rule.kind == "slices" else (*pieces, whole), rows, columns)
+    return Picture((whole, *pieces) if rule.whole_first else (*pieces, whole), rows, columns)
+
+
+def _quarters(picture: Pixels) -> list[Pixels]:
+    """Line by line; none of what is too thin to have them."""
+    height, width = picture.height, picture.width
+    if min(height, width) < 2:
+        return []
+    lines, columns = ((0, side // 2, side) for side in (height, width))
+    return [picture.crop((x, y, right, low)) for y, low in pairwise(lines) for x, right in pairwise(columns)]
 
 
 def _image(made: Pixels, rule: SizeRule) -> Image:

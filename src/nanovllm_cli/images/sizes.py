@@ -47,16 +47,18 @@ def fitted(rule: SizeRule, height: int, width: int) -> Sizes:
             return _in_slices(rule, height, width)
         case "canvas":
             tile = rule.tile
-            by_size = rule.nearest == "size"
-            rows, columns = _by_size(rule, height, width) if by_size else _on_canvas(rule, height, width)
+            rows, columns = {"size": _by_size, "growth": _by_growth}.get(rule.nearest, _on_canvas)(rule, height, width)
             first = _kept(rule, height, width, rows, columns) if rule.kept else None
             if rule.together:
                 return Sizes((rows * tile, columns * tile), None, first)
-            return Sizes((tile, tile), (rows * tile, columns * tile) if rows * columns > 1 else None, first)
+            is_cut = rows * columns > 1 or rule.always_cut
+            return Sizes((tile, tile), (rows * tile, columns * tile) if is_cut else None, first)
         case "padded":
             return _padded(rule, height, width)
         case "framed":
             return _framed(rule, height, width)
+        case "bounded":
+            return Sizes(_bounded(rule, height, width))
     unit = rule.multiple
     rows, columns = {"area": _by_lined_area, "longest": _by_longest, "largest": _by_largest}[rule.kind](rule, height, width)
     return Sizes((rows * unit, columns * unit))
@@ -81,7 +83,7 @@ def most_rows(spec: VisionSpec) -> int:
         pixels = rule.longest_side**2 + rule.multiple**2
     elif rule.kind == "padded":
         pixels = rule.padded_cells(rule.most_tiles) * rule.multiple**2
-    elif rule.kind in ("square", "framed"):
+    elif rule.kind in ("square", "framed", "bounded"):
         pixels = rule.longest_side**2
     elif rule.kind == "slices":  # its sides are rounded
         side, thin = rule.tile / rule.multiple, math.sqrt(MAX_ASPECT)
@@ -105,6 +107,8 @@ def most_rows(spec: VisionSpec) -> int:
 def most_tokens(spec: VisionSpec) -> int:
     """The same of tokens that stand for an image: for all its pieces and what is made beside them, and at ends of lines."""
     rule, pieces = spec.size, 0
+    if spec.tower.resampler is not None:
+        return spec.least_tokens
     if spec.tower.projector == "lined":  # one more for each line; rounding may make it twice as thin
         most = most_rows(spec)
         with_ends = most + min(most, math.isqrt(2 * MAX_ASPECT * most) + 1)
@@ -120,7 +124,9 @@ def most_tokens(spec: VisionSpec) -> int:
     if rule.kind == "tiles":
         side = -(-rule.longest_side // rule.tile)
         pieces = side**2 if side > 1 != rule.most_tiles else 0
-    elif rule.kind in ("grid", "canvas") and not rule.together and rule.all_tiles >= max(2, rule.least_tiles):
+    elif rule.kind in ("grid", "canvas") and not rule.together and (
+        rule.always_cut or rule.all_tiles >= max(2, rule.least_tiles)
+    ):
         pieces = rule.all_tiles
     elif rule.kind == "slices":
         return most_rows(spec) * (1 + (rule.most_tiles if rule.most_tiles > 1 else 0))
@@ -305,6 +311,30 @@ def _by_size(rule: SizeRule, height: int, width: int) -> tuple[int, int]:
     return rows, columns
 
 
+def _by_growth(rule: SizeRule, height: int, width: int) -> Sides:
+    """Those that an image fits into in which its shorter side becomes the longest; where it is larger than any, the most of
+    the next shape that is less long than it. Among equals the last, of shapes in the order in which ever fewer tiles have it."""
+    tile, aspect = rule.tile, width / height
+    shapes: dict[float, list[Sides]] = {}
+    for count in range(rule.most_tiles, 0, -1):
+        for columns in (each for each in range(1, count + 1) if count % each == 0):
+            shapes.setdefault(columns / (count // columns), []).append((count // columns, columns))
+
+    def shorter(grid: Sides) -> float:
+        grow = min(grid[1] * tile / width, grid[0] * tile / height)
+        if aspect == 1:
+            return grow * height
+        return math.floor(grow * width / aspect if aspect > 1 else grow * height * aspect)
+
+    every = [grid for grids in shapes.values() for grid in grids]
+    fitting = [grid for grid in every if grid[0] * tile >= height and grid[1] * tile >= width]
+    if fitting:
+        return max(reversed(fitting), key=shorter)
+    if aspect >= 1:
+        return shapes[max(shape for shape in shapes if shape <= aspect)][0]
+    return shapes[min(shape for shape in shapes if shape > aspect)][0]
+
+
 def _kept(rule: SizeRule, height: int, width: int, rows: int, columns: int) -> Sides:
     """Of what is shown of an image, in its own shape, in so many tiles."""
     tall, wide = (min(max(side, rule.tile), count * rule.tile) for side, count in ((height, rows), (width, columns)))
@@ -327,6 +357,15 @@ def _framed(rule: SizeRule, height: int, width: int) -> Sizes:
     """first: of what is in the middle."""
     side, scale = rule.longest_side, rule.longest_side / max(height, width)
     return Sizes((side, side), None, (max(round(height * scale), rule.least_side), max(round(width * scale), rule.least_side)))
+
+
+def _bounded(rule: SizeRule, height: int, width: int) -> Sides:
+    longest, aspect = rule.longest_side, width / height
+    if width >= height and width > longest:
+        height, width = int(longest / aspect), longest
+    elif height > width and height > longest:
+        height, width = longest, int(longest * aspect)
+    return max(height, rule.least_side), max(width, rule.least_side)
 
 
 def _in_slices(rule: SizeRule, height: int, width: int) -> Sizes:

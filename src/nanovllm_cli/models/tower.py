@@ -22,7 +22,9 @@ from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_fastvit import FastVitTower
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
+from nanovllm_cli.models.tower_patches import PatchTower, patch_bytes
 from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting
+from nanovllm_cli.models.tower_resampler import WIDENED_TOGETHER
 from nanovllm_cli.models.tower_sam import SamTower, beside_numbers
 from nanovllm_cli.models.tower_shapes import tower_shapes as tower_shapes
 from nanovllm_cli.models.tower_tiles import TilesTower, tile_numbers
@@ -162,10 +164,11 @@ class Tower(Projecting):
             return table[1, :lines, None].to(torch.float32) + table[0, :columns].to(torch.float32)
         rows = math.isqrt(self.spec.positions)
         table = table[self.spec.lead :].to(torch.float32).view(rows, rows, -1)
-        if (rows, rows) == (lines, columns) and self.spec.stretch != "tenth":
+        if (rows, rows) == (lines, columns) and self.spec.stretch not in ("tenth", "steps"):
             return table
-        if self.spec.stretch == "nearest":
-            line, column = (_nearest(count, rows).to(table.device) for count in (lines, columns))
+        if self.spec.stretch in ("nearest", "steps"):
+            by_step = self.spec.stretch == "steps"
+            line, column = (_nearest(count, rows, by_step=by_step).to(table.device) for count in (lines, columns))
             return table[line][:, column]
         square = table.permute(2, 0, 1)[None]
         if self.spec.stretch == "tenth":
@@ -201,6 +204,8 @@ def tower_of(spec: TowerSpec, tensors: Mapping[str, torch.Tensor], colours: Colo
     """A `Tower`, or what its spec says instead."""
     if spec.fastvit is not None:
         return FastVitTower(spec, tensors, colours)
+    if spec.projector == "direct":
+        return PatchTower(spec, tensors, colours)
     if spec.tiles is not None:
         return TilesTower(spec, tensors, colours)
     return (Tower if spec.sam is None else SamTower)(spec, tensors, colours)
@@ -215,6 +220,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     """About the most that computing an image of so many pixels takes beside the weights."""
     if spec.fastvit is not None:
         return spec.fastvit.most_numbers(num_pixels) * 4
+    if spec.projector == "direct":
+        return patch_bytes(spec, num_pixels // spec.cell**2)
     if spec.tiles is not None:
         return tile_numbers(spec) * dtype.itemsize
     patches = num_pixels // spec.patch_size**2
@@ -224,6 +231,10 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     if spec.projector == "tabled":
         inner = max(inner, 12 * spec.projector_size * TABLED_TOGETHER // dtype.itemsize)
     numbers = ROWS_KEPT * spec.hidden_size * patches + inner
+    if spec.resampler is not None:  # its own rows, and attention's keys and values, are kept beside
+        size, kept = dtype.itemsize, 4 * spec.hidden_size * patches * dtype.itemsize
+        widened = 3 * spec.resampler.between * min(patches, WIDENED_TOGETHER) + spec.out_size * patches
+        return max(numbers * size, kept + widened * size, kept + spec.resampler.most_bytes(patches, spec.out_size, size))
     return max(numbers, 0 if spec.sam is None else spec.sam.most_numbers(patches)) * dtype.itemsize
 
 
@@ -239,10 +250,11 @@ def _of_one(x: torch.Tensor) -> Windows:
     return Windows(((1, len(x)),), (none, none))
 
 
-def _nearest(count: int, rows: int) -> torch.Tensor:
+def _nearest(count: int, rows: int, *, by_step: bool = False) -> torch.Tensor:
     """For each of so many patches which of a table's rows, with transformers' rounding."""
     begins = torch.arange(1 / rows, 1.0, 1 / rows)
-    return torch.bucketize(torch.arange(count) / count, begins, right=True).clamp(max=rows - 1)
+    places = torch.arange(count) * (1 / torch.tensor(count)) if by_step else torch.arange(count) / count
+    return torch.bucketize(places, begins, right=True).clamp(max=rows - 1)
 
 
 def _line_by_line(rows: torch.Tensor, grid: Grid) -> torch.Tensor:

@@ -8,7 +8,8 @@ import torch
 from torch.nn import functional
 
 from nanovllm_cli.models.tower_products import activated
-from nanovllm_cli.models.tower_queries import Querying, query_shapes
+from nanovllm_cli.models.tower_queries import query_shapes
+from nanovllm_cli.models.tower_resampler import Resampling, resampler_shapes
 from nanovllm_cli.vision_spec import TowerSpec
 
 TABLED_TOGETHER = 256
@@ -25,12 +26,14 @@ class Grid(NamedTuple):
     windows: tuple[tuple[int, int], ...]
 
 
-class Projecting(Querying):
+class Projecting(Resampling):
     """Of a tower."""
 
     def _projected(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
-        """[patches, hidden_size] -> [cells, out_size], or of "lined" as many as `PlacedImage.num_rows`."""
+        """[patches, hidden_size] -> [cells, out_size], or of "lined" and "resampled" as many as `PlacedImage.num_rows`."""
         eps = self.spec.projector_eps
+        if self.spec.projector == "resampled":
+            return self._resampled(x)
         if self.spec.projector == "lined":
             return self._lined(x, grid)
         if self.spec.projector == "tabled":
@@ -55,6 +58,10 @@ class Projecting(Querying):
                 return self._linear("projector.out", x)
             x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
             return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
+        if self.spec.projector == "averaged":  # before the second matrix, behind which the mean is the same
+            x = activated(self._linear("projector.up", x), "gelu", gated=False)
+            means = x.view(-1, self.spec.joins, x.shape[1]).to(torch.float32).mean(dim=1)
+            return self._linear("projector.down", means.to(self._dtype))
         if self.spec.projector == "shuffled":
             x = activated(self._two_layers("projector", self._joined(x)), "gelu", gated=False)
             return self._linear("projector.out", x)
@@ -116,6 +123,8 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
             shapes |= dict.fromkeys(("projector.standard_norm.shift", "projector.standard_norm.scale"), (hidden,))
         matrix("projector.out", spec.out_size, hidden, bias=False)
         return shapes
+    if spec.projector == "resampled":
+        return resampler_shapes(spec)
     if spec.projector == "queried":
         return query_shapes(spec)
     if spec.projector == "tabled":
@@ -139,6 +148,10 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         bias = spec.bias or spec.projector_bias
         matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
         matrix("projector.down", spec.out_size, spec.projector_size, bias)
+        return shapes
+    if spec.projector == "averaged":
+        matrix("projector.up", spec.projector_size, hidden)
+        matrix("projector.down", spec.out_size, spec.projector_size)
         return shapes
     if spec.projector == "shuffled":
         matrix("projector.up", spec.projector_size, joined, bias=False)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from nanovllm_cli.models.tower_fastvit import fastvit_shapes
+from nanovllm_cli.models.tower_patches import patch_shapes
 from nanovllm_cli.models.tower_projectors import Shapes, projector_shapes
 from nanovllm_cli.models.tower_sam import sam_shapes
 from nanovllm_cli.models.tower_tiles import tiles_shapes
@@ -20,6 +21,8 @@ def tower_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return fastvit_shapes(spec)
     if spec.tiles is not None:
         return tiles_shapes(spec)
+    if spec.projector == "direct":
+        return patch_shapes(spec)
     hidden, inner, joined = spec.hidden_size, spec.intermediate_size, spec.joins * spec.hidden_size
     shapes = Shapes(spec)
     matrix, norm = shapes.matrix, shapes.norm

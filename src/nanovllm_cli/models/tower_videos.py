@@ -120,6 +120,15 @@ def gemma4(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> Vi
     return VideoSpec(ImageTokens("<|video|>", "<|video|>"), size, "even", "gemma4", **frames)
 
 
+def perception_lm(config: ConfigReader, settings: ConfigReader, spec: VisionSpec) -> VideoSpec:
+    """A frame is an image in one piece, and nothing is between them. Files don't say of how many frames; it is what published
+    models are asked with."""
+    side = spec.size.tile or spec.size.longest_side
+    size = SizeRule("square", spec.tower.cell, longest_side=side, resample=resample_of(settings, 3))
+    frames = {"num_frames": 32, **_frames(settings, 1)}
+    return VideoSpec(ImageTokens("<|video|>", "<|video|>"), size, "even", "plain", **frames)
+
+
 def _of_images(spec: VisionSpec, marker: str) -> ImageTokens:
     """What stands for a frame stands for an image."""
     tokens = spec.tokens

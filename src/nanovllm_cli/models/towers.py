@@ -50,10 +50,11 @@ from nanovllm_cli.models.towers_deepseek_vl import DEEPSEEK_VL_NAMES, JANUS_NAME
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_dots import DOTS_OCR_NAMES, HYPERCLOVAX_NAMES, dots_ocr, hyperclovax
 from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
-from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, gemma4
+from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, GEMMA4_UNIFIED_NAMES, gemma4, gemma4_unified
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
 from nanovllm_cli.models.towers_granite import GRANITE4_NAMES, granite4
 from nanovllm_cli.models.towers_hunyuan import HUNYUAN_NAMES, hunyuan
+from nanovllm_cli.models.towers_idefics2 import IDEFICS2_NAMES, idefics2
 from nanovllm_cli.models.towers_internvl import (
     INTERNVL_CHAT_NAMES,
     INTERNVL_NAMES,
@@ -71,6 +72,7 @@ from nanovllm_cli.models.towers_mllama import MLLAMA_NAMES, mllama
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
+from nanovllm_cli.models.towers_perception import PERCEPTION_NAMES, perception_lm
 from nanovllm_cli.models.towers_qwen import (
     OMNI2_5_NAMES,
     OMNI3_NAMES,
@@ -254,6 +256,7 @@ TOWERS: dict[str, TowerFamily] = {
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),
     "Gemma4ForConditionalGeneration": TowerFamily(gemma4, GEMMA4_NAMES, video=tower_videos.gemma4),
+    "Gemma4UnifiedForConditionalGeneration": TowerFamily(gemma4_unified, GEMMA4_UNIFIED_NAMES, video=tower_videos.gemma4),
     "Glm4vForConditionalGeneration": _GLM4V,
     "Glm4vMoeForConditionalGeneration": _GLM4V,
     "Glm46VForConditionalGeneration": TowerFamily(glm4v, GLM4V_NAMES, video=tower_videos.glm4_6v),
@@ -263,6 +266,7 @@ TOWERS: dict[str, TowerFamily] = {
     "GraniteDoclingForConditionalGeneration": TowerFamily(docling, DOCLING_NAMES),
     "HunYuanVLForConditionalGeneration": TowerFamily(hunyuan, HUNYUAN_NAMES),
     "HyperCLOVAXVisionV2ForConditionalGeneration": TowerFamily(hyperclovax, HYPERCLOVAX_NAMES),
+    "Idefics2ForConditionalGeneration": TowerFamily(idefics2, IDEFICS2_NAMES),
     "Idefics3ForConditionalGeneration": _IDEFICS3,
     "InternVLChatModel": TowerFamily(internvl_chat, INTERNVL_CHAT_NAMES, video=tower_videos.internvl),
     "InternVLForConditionalGeneration": TowerFamily(internvl, INTERNVL_NAMES, INTERNVL_UNREAD, tower_videos.internvl),
@@ -287,6 +291,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Mistral3ForConditionalGeneration": TowerFamily(_mistral3, MISTRAL3_NAMES),
     "MllamaForConditionalGeneration": TowerFamily(mllama, MLLAMA_NAMES),
     "PaliGemmaForConditionalGeneration": TowerFamily(paligemma, PALIGEMMA_NAMES),
+    "PerceptionLMForConditionalGeneration": TowerFamily(perception_lm, PERCEPTION_NAMES, video=tower_videos.perception_lm),
     "QianfanOCRForConditionalGeneration": TowerFamily(qianfan_ocr, INTERNVL_CHAT_NAMES),
     "Qwen2VLForConditionalGeneration": TowerFamily(qwen2, QWEN2_NAMES, video=tower_videos.qwen2),
     "Qwen2_5_VLForConditionalGeneration": TowerFamily(qwen2_5, QWEN2_5_NAMES, video=tower_videos.qwen2_5),

@@ -2,7 +2,8 @@
 
 An image is made as large as its budget of tokens allows, and keeps its shape. Colours reach the tower from 0 to 1, which makes
 them -1 to 1. In the larger models (26B-A4B, 31B), tokens of an image see all of it in layers with a window, and the tower's rows
-are standardized; in the smaller ones (E2B, E4B), its matrices are clipped. Not covered: 12B, which sees without a tower.
+are standardized; in the smaller ones (E2B, E4B), its matrices are clipped. 12B sees without layers, by one matrix for 48 x 48
+pixels, and tokens of an image see all of it as in the larger ones.
 """
 
 from __future__ import annotations
@@ -21,10 +22,13 @@ from nanovllm_cli.models.tower_configs import (
     text_width,
     theta_of,
     vision_section,
+    weights_and_biases,
 )
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.vision_spec import ImageTokens, TowerSpec, VisionSpec
 
+_MOST_CELL = 1 << 10
+"""Pixels on a side of what one matrix reads."""
 TOKENS = ImageTokens("<|image|>", "<|image|>", before="<|image>", after="<image|>")
 _AS_THEY_ARE: tuple[Three, Three] = (0.0, 0.0, 0.0), (1.0, 1.0, 1.0)
 
@@ -60,17 +64,55 @@ def gemma4(config: ConfigReader, images: ConfigReader) -> VisionSpec:
         clipped=vision.flag("use_clipped_linears", False),
         standardized=vision.flag("standardize", False),
     )
-    text = ConfigReader(text_config(config.values), config.where)
-    whole = text.text("use_bidirectional_attention", "") == "vision"
-    return VisionSpec(tower, _size(images, tower), TOKENS, *_colours(images), whole=whole, whole_in_windows=whole)
+    whole = _sees_whole(config, "")
+    longest = tower.positions // tower.merge
+    return VisionSpec(tower, _size(images, tower, longest), TOKENS, *_colours(images), whole=whole, whole_in_windows=whole)
 
 
-def _size(images: ConfigReader, tower: TowerSpec) -> SizeRule:
+def gemma4_unified(config: ConfigReader, images: ConfigReader) -> VisionSpec:
+    """The same of a 12B."""
+    vision = vision_section(config, "gemma4_unified_vision")
+    hidden = vision.integer("mm_embed_dim", 3840)
+    patch, merge = vision.integer("patch_size", 16), vision.integer("pooling_kernel_size", 3)
+    for key, made in (("output_proj_dims", hidden), ("model_patch_size", patch * merge)):
+        if (said := vision.integer(key, made)) != made:
+            raise CheckpointError(f"{vision.where}: {key!r} is {said}, where there are {made}", BROKEN)
+    if patch * merge > _MOST_CELL:
+        raise CheckpointError(f"{vision.where}: tokens of {patch * merge} x {patch * merge} pixels are not believed", BROKEN)
+    tower = TowerSpec(
+        patch_size=patch,
+        merge=merge,
+        hidden_size=hidden,
+        num_layers=0,
+        num_heads=1,
+        intermediate_size=0,
+        out_size=text_width(config),
+        activation="gelu",
+        norm="layer",
+        eps=1e-5,
+        projector="direct",
+        projector_eps=vision.number("rms_norm_eps", 1e-6),
+        positions=vision.integer("mm_posemb_size", 1120),
+        by_axis=True,
+    )
+    whole, colours = _sees_whole(config, "vision"), colours_of(images, _AS_THEY_ARE)
+    colours = colours if images.flag("do_normalize", False) else _AS_THEY_ARE
+    return VisionSpec(tower, _size(images, tower, tower.positions), TOKENS, *colours, whole=whole, whole_in_windows=whole)
+
+
+def _sees_whole(config: ConfigReader, usual: str) -> bool:
+    """Whether tokens of an image see all of it, in layers with a window."""
+    text, key = ConfigReader(text_config(config.values), config.where), "use_bidirectional_attention"
+    return text.values.get(key, usual) is not None and text.text(key, usual) == "vision"
+
+
+def _size(images: ConfigReader, tower: TowerSpec, cells: int) -> SizeRule:
+    """cells: that a side has at most."""
     for key, side in (("patch_size", tower.patch_size), ("pooling_kernel_size", tower.merge)):
         if (said := images.integer(key, side)) != side:
             raise CheckpointError(f"{images.where}: {key} {said} for a tower of {side}", BROKEN)
     most = images.integer("max_soft_tokens", 280) * tower.cell**2
-    longest = tower.positions // tower.merge * tower.cell
+    longest = cells * tower.cell
     if most > MAX_PIXELS or not longest:
         raise CheckpointError(
             f"{images.where}: images of up to {most} pixels, and {longest} on a side; at most {MAX_PIXELS} are read", BROKEN
@@ -109,3 +151,10 @@ GEMMA4_NAMES: dict[str, tuple[str, ...]] = {
     "projector.standard_norm.scale": ("vision_tower.std_scale",),
     "projector.out.weight": ("embed_vision.embedding_projection.weight",),
 }  # fmt: skip
+GEMMA4_UNIFIED_NAMES = weights_and_biases({
+    "patch_norm": "vision_embedder.patch_ln1",
+    "patch": "vision_embedder.patch_dense",
+    "pre_norm": "vision_embedder.patch_ln2",
+    "post_norm": "vision_embedder.pos_norm",
+    "projector.out": "embed_vision.embedding_projection",
+}) | {"positions.weight": ("vision_embedder.pos_embedding",)}  # fmt: skip

@@ -24,6 +24,8 @@ from nanovllm_cli.models.towers_gemma4 import BOUNDS
 from nanovllm_cli.models.towers_gguf_deepseek import deepseek_from_gguf, deepseek_names, deepseek_ocr_from_gguf
 from nanovllm_cli.models.towers_gguf_newer import (
     dots_ocr_from_gguf,
+    gemma4_from_gguf,
+    gemma4_unified_from_gguf,
     janus_from_gguf,
     kimi_k25_from_gguf,
     kimi_vl_from_gguf,
@@ -63,7 +65,7 @@ class Projector:
     it belongs to. configs: config.json, and the image processor's settings without colours. also: other "architectures" with the
     same projector; which it is, configs says. fused: llama.cpp wants queries, keys and values as one; what is read may be either.
     instead: see `ImageTokens`. stored: see `TowerSpec`, of these files, where folders have it otherwise. videos: whether its
-    models all see them alike, if the family does."""
+    models all see them alike, if the family does. layers: whether its towers have any."""
 
     model: str
     texts: tuple[str, ...]
@@ -73,6 +75,7 @@ class Projector:
     instead: str = ""
     stored: Stored | None = None
     videos: bool = True
+    layers: bool = True
 
 
 def projector_of(read: ConfigReader) -> Projector:
@@ -91,14 +94,7 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
     """Raises CheckpointError for a file that is broken, UnsupportedError for what it asks and no tower here can be."""
     projector = projector_of(read)
     given = Given(read, shapes, {})
-    hidden, depth, heads = (given.integer(key) for key in ("embedding_length", "block_count", "attention.head_count"))
-    if depth > MAX_LAYERS:
-        raise CheckpointError(f"{read.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)
-    inner = given.matrix("v.blk.0.ffn_up.weight")[1 if _is_swapped(shapes, hidden) else 0]
-    given.vision.update({
-        "hidden_size": hidden, "intermediate_size": inner, "depth": depth, "num_hidden_layers": depth, "num_heads": heads,
-        "num_attention_heads": heads, "patch_size": given.integer("patch_size"), "hidden_act": _activation(read),
-    })  # fmt: skip
+    inner = _layers(given) if projector.layers else 0
     config, settings = projector.configs(given)
     model = config.setdefault("architectures", [projector.model])[0]
     settings |= {key: read.values.get(f"clip.vision.{key}") for key in ("image_mean", "image_std")}
@@ -110,6 +106,20 @@ def vision_from_gguf(read: ConfigReader, shapes: Shapes) -> VisionSpec:
         video = replace(video, tokens=replace(video.tokens, instead=projector.instead))
     tower = replace(spec.tower, intermediate_size=inner, stored=projector.stored or spec.tower.stored)
     return replace(spec, tower=tower, tokens=tokens, video=video)
+
+
+def _layers(given: Given) -> int:
+    """How wide an MLP is, and what all families' configs have in common, into `given.vision`."""
+    read = given.read
+    hidden, depth, heads = (given.integer(key) for key in ("embedding_length", "block_count", "attention.head_count"))
+    if depth > MAX_LAYERS:
+        raise CheckpointError(f"{read.where} asks for {depth} layers; at most {MAX_LAYERS} are believed", BROKEN)
+    inner = given.matrix("v.blk.0.ffn_up.weight")[1 if _is_swapped(given.shapes, hidden) else 0]
+    given.vision.update({
+        "hidden_size": hidden, "intermediate_size": inner, "depth": depth, "num_hidden_layers": depth, "num_heads": heads,
+        "num_attention_heads": heads, "patch_size": given.integer("patch_size"), "hidden_act": _activation(read),
+    })  # fmt: skip
+    return inner
 
 
 def names_in_gguf(spec: TowerSpec, shapes: Shapes) -> dict[str, tuple[str, ...]]:
@@ -196,24 +206,6 @@ def _gemma3(given: Given) -> tuple[Config, Config]:
     _, out = given.matrix("mm.input_projection.weight")
     vision = {**given.vision, "image_size": side, "layer_norm_eps": _eps(given), "model_type": "siglip_vision_model"}
     return {"vision_config": vision, "text_config": {"hidden_size": out}, "mm_tokens_per_image": (side // cell) ** 2}, {}
-
-
-def _gemma4(given: Given) -> tuple[Config, Config]:
-    """Its activation is a GELU, of which files say nothing, or that it is one. Nor does one say that tokens of an image see all
-    of it: so they do in the larger models, whose rows are standardized."""
-    out, _ = given.matrix("mm.input_projection.weight")
-    shape = given.shapes.get("v.position_embd.weight", ())
-    if len(shape) != 3:
-        raise CheckpointError(f"{given.read.where}: tensor 'v.position_embd.weight' is no two tables: {list(shape)}", BROKEN)
-    hidden, heads, is_large = given.vision["hidden_size"], given.vision["num_heads"], "v.std_bias" in given.shapes
-    vision = {
-        **given.vision, "model_type": "gemma4_vision", "num_key_value_heads": heads, "head_dim": hidden // heads,
-        "hidden_activation": "gelu_pytorch_tanh", "rms_norm_eps": _eps(given), "position_embedding_size": shape[1],
-        "pooling_kernel_size": given.integer("projector.scale_factor", 3), "standardize": is_large,
-        "use_clipped_linears": "v.blk.0.attn_q.input_min" in given.shapes,
-    }  # fmt: skip
-    text = {"hidden_size": out, "use_bidirectional_attention": "vision" if is_large else None}
-    return {"vision_config": vision, "text_config": text}, {}
 
 
 def _pixtral(given: Given) -> tuple[Config, Config]:
@@ -348,7 +340,8 @@ PROJECTORS = {
     ),
     "exaone4_5": Projector("Exaone4_5_ForConditionalGeneration", ("exaone4",), _exaone, fused=True),
     "gemma3": Projector("Gemma3ForConditionalGeneration", ("gemma3",), _gemma3, instead="<pad>"),  # as transformers does
-    "gemma4v": Projector("Gemma4ForConditionalGeneration", ("gemma4",), _gemma4),
+    "gemma4v": Projector("Gemma4ForConditionalGeneration", ("gemma4",), gemma4_from_gguf),
+    "gemma4uv": Projector("Gemma4UnifiedForConditionalGeneration", ("gemma4",), gemma4_unified_from_gguf, layers=False),
     "pixtral": Projector(
         "Mistral3ForConditionalGeneration", ("mistral3", "llama"), _pixtral, also=("LlavaForConditionalGeneration",)
     ),
@@ -400,6 +393,10 @@ _DEEP_NAMES = {"norm": "norm", "up": "fc1", "down": "fc2"}
 _PROJECTOR_NAMES = {
     "merger": {"projector.norm": "v.post_ln", "projector.up": "mm.0", "projector.down": "mm.2"},
     "scaled": {"projector.out": "mm.input_projection"},
+    "direct": {
+        "patch_norm": "v.patch_norm.1", "pre_norm": "v.patch_norm.2", "post_norm": "v.patch_norm.3",
+        "projector.out": "mm.input_projection",
+    },
     "pooled": {"projector.norm": "mm.soft_emb_norm", "projector.out": "mm.input_projection"},
     "patch_merger": {
         "projector.norm": "mm.input_norm", "projector.join": "mm.patch_merger", "projector.up": "mm.1", "projector.down": "mm.2",

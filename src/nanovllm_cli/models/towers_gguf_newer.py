@@ -1,4 +1,4 @@
-"""Towers of Llama 4, Kimis, dots.ocr and Janus in GGUF files: metadata -> a folder's config. See `towers_gguf.py`."""
+"""Towers of Llama 4, Kimis, dots.ocr, Janus and Gemma 4 in GGUF files: metadata -> a folder's config. See `towers_gguf.py`."""
 
 from __future__ import annotations
 
@@ -75,6 +75,41 @@ def janus_from_gguf(given: Given) -> Configs:
               "layer_norm_eps": given.read.number("clip.vision.attention.layer_norm_epsilon"),
               "hidden_act": "gelu" if act == "gelu_pytorch_tanh" else act}  # fmt: skip
     return {"vision_config": vision, "text_config": {"model_type": "llama", "hidden_size": out}}, {"size": _square(side)}
+
+
+def gemma4_from_gguf(given: Given) -> Configs:
+    """Its activation is a GELU, of which files say nothing, or that it is one. Nor does one say that tokens of an image see all
+    of it: so they do in the larger models, whose rows are standardized."""
+    out, _ = given.matrix("mm.input_projection.weight")
+    hidden, heads, is_large = given.vision["hidden_size"], given.vision["num_heads"], "v.std_bias" in given.shapes
+    vision = {
+        **given.vision, "model_type": "gemma4_vision", "num_key_value_heads": heads, "head_dim": hidden // heads,
+        "hidden_activation": "gelu_pytorch_tanh", "position_embedding_size": _two_tables(given),
+        "rms_norm_eps": given.read.number("clip.vision.attention.layer_norm_epsilon"),
+        "pooling_kernel_size": given.integer("projector.scale_factor", 3), "standardize": is_large,
+        "use_clipped_linears": "v.blk.0.attn_q.input_min" in given.shapes,
+    }  # fmt: skip
+    text = {"hidden_size": out, "use_bidirectional_attention": "vision" if is_large else None}
+    return {"vision_config": vision, "text_config": text}, {}
+
+
+def gemma4_unified_from_gguf(given: Given) -> Configs:
+    """There are no layers. That tokens of an image see all of it no file says, nor, as a rule, into which cells it is divided."""
+    out, _ = given.matrix("mm.input_projection.weight")
+    vision = {
+        "mm_embed_dim": given.integer("embedding_length"), "output_proj_dims": given.integer("embedding_length"),
+        "patch_size": given.integer("patch_size"), "pooling_kernel_size": given.integer("projector.scale_factor", 3),
+        "mm_posemb_size": _two_tables(given), "rms_norm_eps": given.read.number("clip.vision.attention.layer_norm_epsilon"),
+    }  # fmt: skip
+    return {"vision_config": vision, "text_config": {"hidden_size": out, "use_bidirectional_attention": "vision"}}, {}
+
+
+def _two_tables(given: Given) -> int:
+    """Rows of each, of lines' and of columns' positions."""
+    shape = given.shapes.get("v.position_embd.weight", ())
+    if len(shape) != 3:
+        raise CheckpointError(f"{given.read.where}: tensor 'v.position_embd.weight' is no two tables: {list(shape)}", BROKEN)
+    return shape[1]
 
 
 def _square(side: int) -> dict[str, int]:

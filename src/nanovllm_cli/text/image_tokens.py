@@ -9,7 +9,7 @@ from bisect import bisect
 from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
-from itertools import accumulate
+from itertools import accumulate, pairwise
 from typing import Any, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Markers
@@ -124,6 +124,10 @@ def with_marks(text: str, plain_at: Collection[int], marks: Marks, sent: Sequenc
             )
         found += [(place, mark, tokens.text(each, i), each) for i, (place, each) in enumerate(zip(places, own, strict=True))]
     found.sort(key=lambda each: each[0])
+    once = {tokens.marker: tokens.before for tokens in marks.values() if tokens.shares_ends}
+    for i, ((before, long, *_), (place, mark, becomes, each)) in enumerate(pairwise(found), 1):
+        if mark in once and before + len(long) == place:
+            found[i] = place, mark, becomes.removeprefix(once[mark]), each
     further = list(accumulate((len(becomes) - len(mark) for _, mark, becomes, _ in found), initial=0))
     begins = [place for place, *_ in found]
     moved = {at + further[bisect(begins, at)] for at in plain_at}

@@ -127,8 +127,8 @@ class _TowerView(CheckpointView):
         self._turned = projector.stored or spec.stored
         width = spec.hidden_size if spec.sam is None else spec.sam.hidden_size
         self._kernel: tuple[int, ...] = width, 3, spec.patch_size, spec.patch_size
-        if spec.projector == "shuffled":  # a matrix there, too
-            self._kernel = width, 3 * spec.patch_size**2
+        if spec.projector in ("shuffled", "direct"):  # a matrix there, too
+            self._kernel = width, 3 * (spec.patch_size if spec.projector == "shuffled" else spec.cell) ** 2
         there = {"v.blk.0.attn_qkv.weight": ()} if projector.fused else {}
         self._own = {theirs: (ours, place, len(names)) for ours, names in names_in_gguf(spec, there).items()
                      for place, theirs in enumerate(names) if not ours.startswith("film.")}  # fmt: skip
@@ -150,6 +150,8 @@ class _TowerView(CheckpointView):
         shape = self._kernel if ours == "patch.weight" else (rows * len(infos) // count, *others)
         if self._spec.projector == "lined" and ours == "positions.weight":
             shape = self._spec.positions, self._spec.hidden_size
+        if self._spec.projector == "direct" and ours == "positions.weight":
+            shape = 2, self._spec.positions, self._spec.hidden_size
         if ours == "separator.weight":
             shape = 1, *shape
         kind = "F32" if self._is_gain(ours) else infos[0].dtype_name
@@ -172,6 +174,8 @@ class _TowerView(CheckpointView):
         whole = torch.cat([read_whole(self._reader, each) for each in theirs])
         if ours == "separator.weight":
             return whole[None]
+        if self._spec.projector == "direct":
+            return arranged(ours, whole, self._spec).contiguous()
         if ours == "patch.weight":
             kernel = whole[:, :, place] if self._spec.frames else arranged(ours, whole, self._spec)
             return kernel.reshape(self._kernel).contiguous()
@@ -216,10 +220,11 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     side = known.get(size.kind, size.longest_side)
     if label == "paddleocr":  # its largest images', as llama.cpp's converter has it
         side = math.isqrt(size.max_pixels)
-    eps = tower.projector_eps if label in ("pixtral", "kimik25") and tower.projector_eps else tower.eps
+    eps = tower.projector_eps if label in ("pixtral", "kimik25", "gemma4uv") and tower.projector_eps else tower.eps
     mean, std, where = list(spec.mean), list(spec.std), "clip.projector_type"
     if tower.projector == "scaled":  # which takes off a half and divides by one itself
         mean, std = [one - other for one, other in zip(mean, std, strict=True)], [2 * each for each in std]
+    if tower.projector in ("scaled", "direct"):  # whose models also hear
         where = "clip.vision.projector_type"
     keys: dict[str, Any] = {
         "clip.has_vision_encoder": True, where: label, "clip.vision.projection_dim": tower.out_size,
@@ -231,7 +236,8 @@ def _keys(spec: VisionSpec, label: str) -> dict[str, Any]:
     }  # fmt: skip
     if tower.activation != "quick_gelu" or tower.sam is not None:  # which says it of SAM
         keys["clip.use_silu" if tower.activation == "silu" and tower.sam is None else "clip.use_gelu"] = True
-    is_scale = tower.projector in ("pooled", "joined", "scaled", "shuffled") or label in ("kimivl", "kimik25", "dots_ocr")
+    scaled = "pooled", "joined", "scaled", "shuffled", "direct"
+    is_scale = tower.projector in scaled or label in ("kimivl", "kimik25", "dots_ocr")
     if label != "pixtral" or not is_scale:
         keys["clip.vision.projector.scale_factor" if is_scale else "clip.vision.spatial_merge_size"] = tower.merge
     if size.kind == "area":

@@ -218,6 +218,8 @@ def _of_a_batch(shape: tuple[int, ...]) -> tuple[int, ...]:
 
 def _ours(ours: str, parts: list[torch.Tensor], spec: TowerSpec) -> torch.Tensor:
     """As `tower_shapes` has it."""
+    if spec.projector == "direct":  # as it is there
+        return torch.cat(parts)
     if ours == "patch.weight":  # all frames show the same
         return arranged(ours, torch.stack([each.to(torch.float32) for each in parts]).sum(0), _of_one_frame(spec))
     if ours == "film.weight":

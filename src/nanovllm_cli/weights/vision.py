@@ -34,7 +34,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
-    "visual_embeddings_table", "mm_projector", "aligner",
+    "visual_embeddings_table", "mm_projector", "aligner", "vision_embedder",
 )  # fmt: skip
 _ALSO = {
     "vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector",
@@ -219,6 +219,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         return fastvit_stored(spec)
     if spec.tiles is not None:
         return tiles_stored(spec)
+    if spec.projector == "direct":
+        return tower_shapes(spec) | ({} if of_file else {"positions.weight": (spec.positions, 2, spec.hidden_size)})
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
     if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
@@ -246,7 +248,9 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
         shapes |= {ours: (1, math.prod(shapes[ours][:-1]), spec.hidden_size) for ours in tables}
     if spec.projector == "pooled":
         shapes["projector.out.weight"] = shapes["projector.out.weight"][::-1]
-    if spec.lead and spec.norm_placed and not of_file:  # CLIP's
+    if spec.projector == "averaged":  # timm's
+        shapes |= {name: (1, *shapes[name]) for name in ("lead.weight", "positions.weight") if name in shapes}
+    elif spec.lead and spec.norm_placed and not of_file:  # CLIP's
         shapes["lead.weight"] = (spec.hidden_size,)
     elif spec.lead and not of_file:
         shapes |= {"lead.weight": (1, 1, spec.hidden_size), "positions.weight": (1, *shapes["positions.weight"])}
@@ -274,6 +278,10 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return kernel.flatten(1)
     if ours.endswith(".bounds"):
         return stored.view(-1, 4)
+    if ours.startswith("patch_norm."):  # as its pixels
+        return stored.view(-1, 3).T.flatten()
+    if ours == "positions.weight" and spec.projector == "direct":
+        return stored.transpose(0, 1)
     if spec.stored != "halves" and ours.endswith((".qkv.weight", ".qkv.bias")):
         q, k, v = stored.chunk(3)
         return torch.cat([*(turned_as(each, spec.num_heads, spec.stored, "halves") for each in (q, k)), v])
