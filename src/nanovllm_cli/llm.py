@@ -140,7 +140,7 @@ class LLM:
         self.mmproj: str | None = config.mmproj
         self.spec, self.sight = worker.spec, worker.sight
         self.senses = None if self.sight is None else in_vocabulary(self.sight.senses, self.tokenizer)
-        self.vision, self.hearing = self.senses or Senses()
+        self.vision, self.hearing, _ = self.senses or Senses()
         self.dtype, self.max_model_len = worker.dtype, worker.max_model_len
         self.num_parameters: int = worker.num_parameters
         self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes

@@ -1,4 +1,4 @@
-"""What a tower takes, an image or a piece of a sound, and what somebody sent, which is one of these or several. Plain values."""
+"""What a tower takes, an image, a piece of a sound or a text, and what somebody sent, which is one of these or several. Plain values."""
 
 from __future__ import annotations
 
@@ -63,6 +63,23 @@ class Sound:
     @property
     def num_bytes(self) -> int:
         return len(self.values)
+
+
+class Source(NamedTuple):
+    """A text as its encoder reads it, which stands where images do: its tokens. digest: of these."""
+
+    ids: tuple[int, ...]
+    digest: bytes
+
+    @classmethod
+    def of(cls, ids: tuple[int, ...]) -> Source:
+        """With its digest."""
+        numbers = b"".join(each.to_bytes(8, "big") for each in ids)
+        return cls(ids, hashlib.blake2b(b"text" + numbers, digest_size=16).digest())
+
+    @property
+    def num_bytes(self) -> int:
+        return 8 * len(self.ids)
 
 
 class Clip(NamedTuple):

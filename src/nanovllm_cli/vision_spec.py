@@ -17,6 +17,7 @@ from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
 from nanovllm_cli.pictures import Sound as Sound
+from nanovllm_cli.pictures import Source as Source
 from nanovllm_cli.pictures import Video as Video
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
@@ -26,8 +27,8 @@ from nanovllm_cli.video_spec import Filmed, Moment, VideoSpec, are_moments
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt, or a piece of a sound, which is one line: from token `start` on, `rows` lines of `columns` tokens
-    each stand for what a tower makes of it.
+    """An image in a prompt, or a piece of a sound, or the text that an encoder reads, which are one line: from token `start` on,
+    `rows` lines of `columns` tokens each stand for what a tower makes of it.
 
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
@@ -41,7 +42,7 @@ class PlacedImage(NamedTuple):
     are those behind. moment: of an image of a video.
     """
 
-    image: Image | Sound
+    image: Image | Sound | Source
     start: int
     rows: int
     columns: int
@@ -362,7 +363,7 @@ class VisionSpec:
         if self.markers is not None and not are_canvases(Lying(each.start, each.end, *each[2:4], each.canvas) for each in images):
             return False
         for ordinal, placed in enumerate(images):
-            if isinstance(placed.image, Sound):
+            if not isinstance(placed.image, Image):
                 return False
             height, width, pixels, _, mosaic, frames = placed.image
             if frames != 1 and (placed.moment is None or not self.tower.films or frames != self.tower.frames):
