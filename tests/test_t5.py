@@ -34,3 +34,43 @@ def test_answers_are_what_transformers_writes(kind: str, tmp_path: Path) -> None
         (alone,) = run(engine_for(worker), [(list(source), greedily(30, logprobs=0))])
         assert logprobs_of(alone) == logprobs_of(output)
         assert output.prompt_token_ids == source
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return t5_folder(tmp_path_factory.mktemp("t5"))
+
+
+@pytest.fixture(scope="module")
+def worker(folder: Path) -> Worker:
+    return worker_for(folder, dtype="float32", num_blocks=64)
+
+
+def test_neither_steps_nor_neighbours_change_a_bit(worker: Worker) -> None:
+    """Alone, cut anywhere, beside others, recorded or not, behind a found prefix, and computed again after a preemption."""
+    sources = [a_source(40), a_source(40), a_source(33, 3), (*a_source(32)[:-1], 1)]
+    requests = [(list(source), greedily(20, logprobs=0)) for source in sources]
+    num_blocks = sum(-(-len(source) // 16) + 1 for source in sources) + 2
+    alone = check_that_no_bit_changes(worker, requests, num_blocks)
+    assert logprobs_of(alone[0]) != logprobs_of(alone[3]), "what they have in common is not found by its beginning"
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
+    try:
+        for first, again in zip(alone, run(engine_for(worker, enable_prefix_caching=False), requests), strict=True):
+            assert logprobs_of(again) == logprobs_of(first)
+    finally:
+        worker.runner.graphs._recordable = True  # type: ignore[attr-defined]
+
+
+def test_the_same_text_is_encoded_once(worker: Worker) -> None:
+    sight = worker.sight
+    assert sight is not None
+    engine, before = engine_for(worker), sight.num_computed
+    source = list(a_source(20, 11))
+    for count in (2, 3, 20):
+        (output,) = run(engine, [(source, greedily(count))])
+    assert sight.num_computed - before == 1
+    assert engine.stats().prefix_hit_tokens == 2 * 32, "the encoder's rows; what was written is not the next answer's beginning"
+    assert output.metrics.num_cached_tokens == len(source), "and no more than were sent"
+    run(engine, [([*source[:16], *a_source(4, 12)], greedily(2))])
+    assert engine.stats().prefix_hit_tokens == 2 * 32, "what is cached is of the whole text alone"
+    assert sight.num_computed - before == 2
