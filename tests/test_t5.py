@@ -3,10 +3,11 @@ bit of it depends on steps, neighbours, or what was found again."""
 
 from __future__ import annotations
 
-import pytest
-import torch
 from pathlib import Path
 from typing import Any
+
+import pytest
+import torch
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
 from nanovllm_cli.engine.worker import Worker

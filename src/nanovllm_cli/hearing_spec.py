@@ -20,7 +20,6 @@ from nanovllm_cli.vision_spec import (
     Picture,
     PlacedImage,
     Sound,
-    Source,
     TowerSpec,
     Video,
     VisionSpec,
@@ -340,9 +339,9 @@ class Senses(NamedTuple):
         assert sense is not None
         return sense
 
-    def of_tower(self, image: Image | Sound | Source) -> Sense | ReadingSpec:
+    def of_tower(self, image: Image | Sound) -> Sense | ReadingSpec:
         """The same of what a tower takes, or an encoder."""
-        if not isinstance(image, Source):
+        if not isinstance(image, Sound) or not image.is_text:
             return self.by(image)
         assert self.reading is not None
         return self.reading
@@ -351,17 +350,14 @@ class Senses(NamedTuple):
         """That stand for it, beside what is around them."""
         return self.by(sent).num_tokens(sent)
 
-    def layers_of(self, image: Image | Sound | Source) -> int:
+    def layers_of(self, image: Image | Sound) -> int:
         """Of the tower that is for it, or what else it is computed in."""
         tower = self.of_tower(image).tower
         return tower.num_stages if isinstance(tower, TowerSpec) else tower.num_layers
 
-    def layer_work(self, image: Image | Sound | Source) -> int:
+    def layer_work(self, image: Image | Sound) -> int:
         """Multiplications of one of them."""
-        if not isinstance(image, Source):
-            return self.by(image).tower.layer_work(image)
-        assert self.reading is not None
-        return self.reading.tower.layer_work(image)
+        return self.of_tower(image).tower.layer_work(image)
 
     def fits(self, images: Sequence[PlacedImage], num_tokens: int) -> bool:
         """Whether they are as `placed` gives them, and in their order in a prompt of so many tokens."""

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from nanovllm_cli.cross_spec import lead_of
-from nanovllm_cli.vision_spec import PlacedImage, Source, TokenIds
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound, TokenIds
 
 PADDING = 0
 """A token for what fills up a block: nothing reads it."""
@@ -24,9 +24,10 @@ class TextTower:
     num_layers: int
     token_work: int
 
-    def layer_work(self, source: Source) -> int:
+    def layer_work(self, text: Image | Sound) -> int:
         """Of all of a text's tokens."""
-        return self.token_work * len(source.ids)
+        assert isinstance(text, Sound)
+        return self.token_work * text.frames
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,5 +44,5 @@ class ReadingSpec:
     def prompt(self, ids: Sequence[int]) -> TokenIds:
         """For a text of these tokens."""
         lead = lead_of(len(ids))
-        placed = PlacedImage(Source.of(tuple(ids)), 0, 1, len(ids), behind=lead - len(ids), leads=True, shown=lead)
+        placed = PlacedImage(Sound.of_text(ids), 0, 1, len(ids), behind=lead - len(ids), leads=True, shown=lead)
         return TokenIds([*ids, *[PADDING] * placed.behind, *self.begins], (placed,))

@@ -17,7 +17,6 @@ from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
 from nanovllm_cli.pictures import Sound as Sound
-from nanovllm_cli.pictures import Source as Source
 from nanovllm_cli.pictures import Video as Video
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
@@ -42,7 +41,7 @@ class PlacedImage(NamedTuple):
     are those behind. moment: of an image of a video.
     """
 
-    image: Image | Sound | Source
+    image: Image | Sound
     start: int
     rows: int
     columns: int

@@ -14,7 +14,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.vision_spec import Image, PlacedImage, Sound, Source
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 
 DRAWN_BEFORE = -1
 """As a fed token: the one that the sequence drew in the step before, which only the worker knows yet."""
@@ -128,7 +128,7 @@ class Look(NamedTuple):
     tokens."""
 
     seq_id: int
-    image: Image | Sound | Source
+    image: Image | Sound
     num_stages: int
 
 

@@ -17,7 +17,7 @@ from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
 from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.vision_spec import PlacedImage, Source
+from nanovllm_cli.vision_spec import PlacedImage, Sound
 
 NO_STATE = -1
 Salt = tuple[str | None, tuple[float, ...]]
@@ -101,8 +101,8 @@ class Request:
     @property
     def own_ids(self) -> tuple[int, ...]:
         """Of the prompt, what the text begins with that is written: not what an encoder reads."""
-        is_read = bool(self.images) and isinstance(self.images[0].image, Source)
-        return self.prompt_ids[self.images[0].end :] if is_read else self.prompt_ids
+        first = self.images[0].image if self.images else None
+        return self.prompt_ids[self.images[0].end :] if isinstance(first, Sound) and first.is_text else self.prompt_ids
 
     @property
     def wants_prompt_logprobs(self) -> bool:

@@ -28,7 +28,7 @@ from nanovllm_cli.models import ear
 from nanovllm_cli.models.tower import work_bytes
 from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
 from nanovllm_cli.reading_spec import ReadingSpec
-from nanovllm_cli.vision_spec import Image, PlacedImage, Sound, Source
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.hearing import ear_parts, hearing_bytes, load_ear, read_hearing
 from nanovllm_cli.weights.mmproj import checked_mmproj, load_ear_gguf, load_mmproj, open_mmproj
@@ -59,8 +59,8 @@ class AnyTower(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Organ:
-    """What a model sees by, or hears by, or reads by. load: gives the tower. num_bytes: what it takes at the most, with an image of the
-    largest size in it."""
+    """What a model sees by, or hears by, or reads by. load: gives the tower. num_bytes: what it takes at the most, with an image
+    of the largest size in it."""
 
     sense: Sense | ReadingSpec
     load: Callable[[], AnyTower]
@@ -122,12 +122,12 @@ class Sight:
         """Computes stages of an image for later steps; how many are left."""
         return 0 if self._rows_after(look.image, look.num_stages) is not None else self._begun[look.image.digest].left
 
-    def _made(self, image: Image | Sound | Source) -> TowerRows:
+    def _made(self, image: Image | Sound) -> TowerRows:
         made = self._rows_after(image, self.senses.layers_of(image))
         assert made is not None
         return made
 
-    def _rows_after(self, image: Image | Sound | Source, num_stages: int) -> TowerRows | None:
+    def _rows_after(self, image: Image | Sound, num_stages: int) -> TowerRows | None:
         """None where some are left then. What is broken off begins anew."""
         made = self._kept.get(image.digest)
         if made is not None:
@@ -148,7 +148,7 @@ class Sight:
             self._kept.popitem(last=False)
         return made
 
-    def _computed(self, image: Image | Sound | Source, begun: _Begun, num_stages: int) -> TowerRows | None:
+    def _computed(self, image: Image | Sound, begun: _Begun, num_stages: int) -> TowerRows | None:
         start, made = time.monotonic(), None
         for _ in range(min(num_stages, begun.left)):
             self.told()
@@ -166,9 +166,9 @@ class Sight:
         return made
 
 
-def _told(image: Image | Sound | Source) -> str:
-    if isinstance(image, Source):
-        return f"a text of {len(image.ids)} tokens"
+def _told(image: Image | Sound) -> str:
+    if isinstance(image, Sound) and image.is_text:
+        return f"a text of {image.frames} tokens"
     if isinstance(image, Sound):
         return f"a sound of {image.heard * HOP / RATE:.1f} seconds"
     what = "an image" if image.frames == 1 else f"{image.frames} frames"

@@ -51,8 +51,8 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
 
 def buckets(places: torch.Tensor, count: int, farthest: int, *, both_ways: bool = True) -> torch.Tensor:
     """The bucket of each distance, int64. The first half is of keys before their query, and of its own: one for each of count / 4
-    places, wider and wider ones up to `farthest`, the last for all beyond (Raffel et al. 2020, as MPNet has it). Without both_ways
-    all are of these, and keys behind their query, which nobody sees, are in the first."""
+    places, wider and wider ones up to `farthest`, the last for all beyond (Raffel et al. 2020, as MPNet has it). Without
+    both_ways all are of these, and keys behind their query, which nobody sees, are in the first."""
     half = count // 2 if both_ways else count
     exact = half // 2
     away = places.abs() if both_ways else (-places).clamp(min=0)

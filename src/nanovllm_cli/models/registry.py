@@ -122,8 +122,8 @@ from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
-from nanovllm_cli.models.talkie import TALKIE
 from nanovllm_cli.models.t5 import T5_FAMILIES, T5_NAMES, family_of_t5
+from nanovllm_cli.models.talkie import TALKIE
 from nanovllm_cli.models.whisper import WHISPER
 from nanovllm_cli.models.zamba2 import ZAMBA2
 from nanovllm_cli.models.zaya import ZAYA

@@ -1,5 +1,5 @@
-"""T5 (Raffel et al. 2020), and what was made after it: T5 1.1, FLAN-T5, MADLAD-400, UL2, mT5 (Xue et al. 2021), UMT5 (Chung et al.
-2023). An encoder reads what is asked, and a decoder attends to that and writes the answer.
+"""T5 (Raffel et al. 2020), and what was made after it: T5 1.1, FLAN-T5, MADLAD-400, UL2, mT5 (Xue et al. 2021), UMT5 (Chung et
+al. 2023). An encoder reads what is asked, and a decoder attends to that and writes the answer.
 
 Both know positions by buckets of distances alone, the decoder's of what came before; UMT5's layers have numbers of their own. No
 matrix has a bias, norms are RMS norms, and scores are not scaled. What is in the config and not in the weights: MLPs are gated
@@ -9,18 +9,18 @@ was trained, which transformers calls "scale_decoder_outputs" and published file
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 from nanovllm_cli.cross_spec import CrossSpec, lead_of
-from nanovllm_cli.errors import CheckpointError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, DistanceSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
-from nanovllm_cli.models.family import ANOTHER, Family, no_file, usual_keys
+from nanovllm_cli.models.family import Family, no_file, usual_keys
 from nanovllm_cli.models.names import modules
 
 _DEFAULTS = {

@@ -12,7 +12,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.tower_layers import Stages, TowerRows
-from nanovllm_cli.vision_spec import Image, Sound, Source
+from nanovllm_cli.vision_spec import Image, Sound
 
 
 class TextEncoder:
@@ -22,16 +22,16 @@ class TextEncoder:
         self._encoder, self._block_size = encoder, block_size
         self._cache: KVCache | None = None
 
-    def stages(self, source: Image | Sound | Source) -> Stages:
+    def stages(self, text: Image | Sound) -> Stages:
         """A layer each. The rows [n, hidden] are of the text's tokens."""
-        assert isinstance(source, Source)
+        assert isinstance(text, Sound)
         encoder = self._encoder
-        inputs = encoder.prepare(self._batch(source.ids))
+        inputs = encoder.prepare(self._batch(text.ids))
         residual, x = encoder.enter(inputs.batch)
         for number, block in enumerate(encoder.blocks):
             if number:
                 yield
-            (layer,) = self._layers(len(source.ids)).layers
+            (layer,) = self._layers(text.frames).layers
             x = block(x, residual, encoder.seen_from(number, inputs), layer)
         assert encoder.norm is not None
         return TowerRows(encoder.normed(encoder.norm(x, residual)))
@@ -43,7 +43,7 @@ class TextEncoder:
             self._cache = KVCache(1 << (count - 1).bit_length(), self._encoder.own_mixers[:1], self._encoder.backend)
         return self._cache
 
-    def _batch(self, ids: tuple[int, ...]) -> Batch:
+    def _batch(self, ids: list[int]) -> Batch:
         places = torch.arange(len(ids))
         length = torch.tensor([len(ids)], dtype=torch.int32)
         return Batch(

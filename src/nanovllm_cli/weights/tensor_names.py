@@ -53,7 +53,7 @@ def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     family = family_of(checkpoint)
     table, prefix = family.names(checkpoint.format), _prefix(checkpoint)
     if family.also_embedded and checkpoint.format == "hf" and table["embedding.weight"] not in (names := set(checkpoint.names())):
-        return table | {"embedding.weight": name for name in family.also_embedded[::-1] if name in names}
+        return table | {"embedding.weight": next(filter(names.__contains__, family.also_embedded), table["embedding.weight"])}
     if (embedding := table["embedding.weight"]).startswith(_BACKBONE):
         if _OUTER + embedding in checkpoint.names():
             return {ours: _OUTER + theirs for ours, theirs in table.items()}
