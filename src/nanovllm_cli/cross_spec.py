@@ -15,10 +15,11 @@ LEAD = 16
 class CrossSpec:
     """Attention to `rows` that an encoder has made of what was sent, behind a layer's own (Vaswani et al. 2017; Whisper): each
     token sees all of them. What is kept of them lies in the layer's own cache, where a sequence begins: tokens in front of all
-    others stand for them, which the layer's own attention does not see. attention: its heads; it has no positions."""
+    others stand for them, which the layer's own attention does not see. attention: its heads; it has no positions. rows 0: as
+    many as what was sent has, a text (T5): see `leading.py` for which a token sees then."""
 
     attention: AttentionSpec
-    rows: int
+    rows: int = 0
 
     @property
     def lead(self) -> int:

@@ -12,7 +12,18 @@ from dataclasses import dataclass
 from typing import Literal, NamedTuple
 
 from nanovllm_cli.cross_spec import lead_of
-from nanovllm_cli.vision_spec import Clip, Image, ImageTokens, Picture, PlacedImage, Sound, TowerSpec, Video, VisionSpec
+from nanovllm_cli.reading_spec import ReadingSpec
+from nanovllm_cli.vision_spec import (
+    Clip,
+    Image,
+    ImageTokens,
+    Picture,
+    PlacedImage,
+    Sound,
+    TowerSpec,
+    Video,
+    VisionSpec,
+)
 
 RATE = 16_000
 """Samples a second of all that is heard here."""
@@ -297,21 +308,29 @@ Sense = VisionSpec | HearingSpec
 
 
 class Senses(NamedTuple):
-    """What an engine's model perceives by, beside its texts: one of both at least."""
+    """What an engine's model perceives by, beside its texts: one of the first two at least; or how an encoder reads its texts."""
 
     vision: VisionSpec | None = None
     hearing: HearingSpec | None = None
+    reading: ReadingSpec | None = None
 
     @classmethod
-    def of(cls, *senses: Sense) -> Senses:
+    def of(cls, *senses: Sense | ReadingSpec) -> Senses:
         """Of each kind the last."""
         found = cls()
         for sense in senses:
-            found = found._replace(hearing=sense) if isinstance(sense, HearingSpec) else found._replace(vision=sense)
+            match sense:
+                case HearingSpec():
+                    found = found._replace(hearing=sense)
+                case ReadingSpec():
+                    found = found._replace(reading=sense)
+                case _:
+                    found = found._replace(vision=sense)
         return found
 
     @property
     def all(self) -> list[Sense]:
+        """By which it perceives what messages have."""
         return [sense for sense in (self.vision, self.hearing) if sense is not None]
 
     def by(self, sent: Image | Sound | Picture | Clip | Video) -> Sense:
@@ -320,18 +339,25 @@ class Senses(NamedTuple):
         assert sense is not None
         return sense
 
+    def of_tower(self, image: Image | Sound) -> Sense | ReadingSpec:
+        """The same of what a tower takes, or an encoder."""
+        if not isinstance(image, Sound) or not image.is_text:
+            return self.by(image)
+        assert self.reading is not None
+        return self.reading
+
     def num_tokens(self, sent: Picture | Clip | Video) -> int:
         """That stand for it, beside what is around them."""
         return self.by(sent).num_tokens(sent)
 
     def layers_of(self, image: Image | Sound) -> int:
         """Of the tower that is for it, or what else it is computed in."""
-        tower = self.by(image).tower
+        tower = self.of_tower(image).tower
         return tower.num_stages if isinstance(tower, TowerSpec) else tower.num_layers
 
     def layer_work(self, image: Image | Sound) -> int:
         """Multiplications of one of them."""
-        return self.by(image).tower.layer_work(image)
+        return self.of_tower(image).tower.layer_work(image)
 
     def fits(self, images: Sequence[PlacedImage], num_tokens: int) -> bool:
         """Whether they are as `placed` gives them, and in their order in a prompt of so many tokens."""

@@ -18,6 +18,8 @@ from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
 
+FARTHEST = 1 << 17
+"""No model reads more at once that has a number for each distance and layers that go by nothing else."""
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
 
@@ -117,11 +119,14 @@ class EntrySpec:
 class DistanceSpec:
     """What scores get by how far a key lies from its query, in all layers. reach: the longest sequence. buckets: of
     distances, wider ones up to `farthest`, each with a learned number a head (T5, Raffel et al. 2020); 0: a slope a head times
-    the distance is taken off (ALiBi, Press et al. 2022)."""
+    the distance is taken off (ALiBi, Press et al. 2022). both_ways: half of them are of keys behind a query; else it sees none.
+    by_layer: each layer has numbers of its own (UMT5)."""
 
     reach: int
     buckets: int = 0
     farthest: int = 0
+    both_ways: bool = True
+    by_layer: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -134,7 +139,8 @@ class ModelSpec:
     a head that has fewer than the embedding, and tokens behind are never drawn; 0: all. entry: None where an embedding goes into
     the first layer as it is. embedding_normed: it is divided by its root mean square. ends_normed: whether a norm is behind the
     last layer; last_norm: where it is another than layers'. passes: in which layers are computed, None: once. logit_factor: each
-    token's logit is times a number of the checkpoint's times this (nGPT); None: there are none."""
+    token's logit is times a number of the checkpoint's times this (nGPT); None: there are none. encoder: what reads a text for
+    layers to attend to (`CrossSpec`), by the same embedding, and has no head; None: nothing does."""
 
     architecture: str
     vocab_size: int
@@ -160,6 +166,7 @@ class ModelSpec:
     last_norm: NormSpec | None = None
     passes: PassesSpec | LoopSpec | None = None
     logit_factor: float | None = None
+    encoder: ModelSpec | None = None
     dtype: str = field(default="bfloat16", compare=False)
 
     def in_order(self, order: BlockOrder) -> ModelSpec:
@@ -201,6 +208,15 @@ class ModelSpec:
         """Of each layer as it is computed, None where it has none; what a KV cache has to keep follows from them."""
         return [block.mixer for block in self.computed]
 
+    def mixer_at(self, place: str) -> MixerSpec | None:
+        """Of the layer that a name of ours is of, the encoder's included; None of what is outside of layers."""
+        match place.split("."):
+            case ["encoder", *inner] if self.encoder is not None:
+                return self.encoder.mixer_at(".".join(inner))
+            case ["blocks", number, *_]:
+                return self.blocks[int(number)].mixer
+        return None
+
     @property
     def computed(self) -> tuple[BlockSpec, ...]:
         """Layers as they are computed, one as often as it is gone through."""
@@ -239,13 +255,23 @@ class ModelSpec:
 
     @property
     def for_prompts(self) -> ModelSpec:
-        """What of it a token goes through whose logits nobody wants."""
+        """What of it a token goes through whose logits nobody wants: the encoder, where there is one."""
+        if self.encoder is not None:
+            return self.encoder
         *before, last = self.computed[: self.last_keeper + 1]
         return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last), passes=None)
 
     def reaching(self, length: int | None) -> ModelSpec:
-        """The same for sequences of so many tokens, where no layer has attention: nothing knows positions then."""
-        return self if length is None or self.attentions else replace(self, max_position=max(self.max_position, length))
+        """The same for sequences of so many tokens, where nothing knows positions: no layer has attention, or, of a model with an
+        encoder, layers go by distances alone, of which all from some on are one (T5)."""
+        if length is None or length <= self.max_position or (self.attentions and self.encoder is None):
+            return self
+        if self.encoder is None or self.distances is None:
+            return replace(self, max_position=length)
+        assert self.encoder.distances is not None
+        length = max(self.max_position, min(length, FARTHEST))
+        distances, seen = (replace(each, reach=length) for each in (self.distances, self.encoder.distances))
+        return replace(self, max_position=length, distances=distances, encoder=replace(self.encoder, distances=seen))
 
     @property
     def attention(self) -> AttentionSpec:
@@ -309,6 +335,11 @@ class ModelSpec:
     def prompt_work(self) -> int:
         """Multiplications with weights for a token whose logits nobody wants."""
         return sum(block.num_active(self.hidden_size) for block in self.for_prompts.blocks)
+
+    @property
+    def read_work(self) -> int:
+        """The same for one all of whose rows are wanted, of a model without a head."""
+        return sum(block.num_active(self.hidden_size) for block in self.blocks)
 
     @property
     def num_by_token(self) -> int:

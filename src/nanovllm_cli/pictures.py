@@ -1,8 +1,11 @@
-"""What a tower takes, an image or a piece of a sound, and what somebody sent, which is one of these or several. Plain values."""
+"""What a tower takes, an image, a piece of a sound or a text, and what somebody sent, which is one of these or several.
+Plain values."""
 
 from __future__ import annotations
 
 import hashlib
+from array import array
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -43,7 +46,10 @@ class Image(NamedTuple):
 class Sound:
     """A piece of a sound, as a tower takes it (`hearing_spec.py`), which stands where images do: `frames` of a spectrogram behind
     each other, float32 of `bins` bands each, of which the first `heard` count. digest: of all that. ordinal: which of its sound's
-    pieces it is, from 0 on, where a tower goes by that."""
+    pieces it is, from 0 on, where a tower goes by that.
+
+    Of no bands it is a text, as an encoder reads it (`reading_spec.py`): values are its tokens. One class, as messages between
+    processes tell an array and an object apart, and no two objects."""
 
     frames: int
     heard: int
@@ -59,6 +65,19 @@ class Sound:
         digest = hashlib.blake2b(sizes, digest_size=16)
         digest.update(values)  # which may be gigabytes
         return cls(frames, heard, bins, values, digest.digest(), ordinal)
+
+    @classmethod
+    def of_text(cls, ids: Sequence[int]) -> Sound:
+        return cls.of(array("q", ids).tobytes(), len(ids), len(ids), 0)
+
+    @property
+    def is_text(self) -> bool:
+        return self.bins == 0
+
+    @property
+    def ids(self) -> list[int]:
+        """Of a text."""
+        return array("q", self.values).tolist()
 
     @property
     def num_bytes(self) -> int:

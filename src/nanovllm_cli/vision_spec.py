@@ -27,8 +27,8 @@ from nanovllm_cli.video_spec import Filmed, Moment, VideoSpec, are_moments
 
 
 class PlacedImage(NamedTuple):
-    """An image in a prompt, or a piece of a sound, which is one line: from token `start` on, `rows` lines of `columns` tokens
-    each stand for what a tower makes of it.
+    """An image in a prompt, or a piece of a sound, or the text that an encoder reads, which are one line: from token `start` on,
+    `rows` lines of `columns` tokens each stand for what a tower makes of it.
 
     ends_lines: behind each line is a token more, which is read as any other. has_grid: as a rotary position each has that of the
     image's beginning, its row and its column, and what follows begins behind the largest of them (M-RoPE, Wang et al. 2024).
@@ -372,7 +372,7 @@ class VisionSpec:
         if self.markers is not None and not are_canvases(Lying(each.start, each.end, *each[2:4], each.canvas) for each in images):
             return False
         for ordinal, placed in enumerate(images):
-            if isinstance(placed.image, Sound):
+            if not isinstance(placed.image, Image):
                 return False
             height, width, pixels, _, mosaic, frames = placed.image
             if frames != 1 and (placed.moment is None or not self.tower.films or frames != self.tower.frames):

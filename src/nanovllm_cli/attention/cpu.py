@@ -108,7 +108,7 @@ class CpuAttention:
     """An AttentionBackend; one kernel serves decode, chunks and verification. groups: query heads a key-value head, of all
     layers. dtype: of queries. cache_dtypes: what K and V are kept as, each dtype, int8 or float8_e4m3fn. max_guesses: see
     CacheLayout. chunk: what some layers see no further than, see `AttentionSpec`. cross: what layers attend to beside their own
-    sequence, if to anything."""
+    sequence, if to anything of always as many rows."""
 
     chooses = True
     groups: set[int]

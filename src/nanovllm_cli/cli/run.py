@@ -197,6 +197,9 @@ def _run_one(
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
+        if answerer.reads_alone and last is not None:
+            what = "--continue has no meaning: this model's encoder reads each prompt by itself"
+            raise UsageError(what, "leave it out, and write all that it is to read")
         if answerer.dictates:
             of_texts = "prompt_cache", "prompt_cache_ro", "chat_template", "raw"
             refuse_typed(asked.ctx, of_texts, "has no meaning: this model writes down sounds", "leave it out")

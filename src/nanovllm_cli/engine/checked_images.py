@@ -39,7 +39,7 @@ def checked_images(
     """Of TokenIds, as the model's senses have them; nobody with another salt finds what was made of them. Raises
     UnsupportedError, UsageError."""
     images = given.images if isinstance(given, TokenIds) else ()
-    if seeing is None:
+    if seeing is None or seeing.senses.reading is not None:
         if images:
             raise UnsupportedError("this model reads no images, and hears nothing")
         return ()
@@ -66,6 +66,17 @@ def checked_images(
         if token is not None and (found := prompt.count(token)) != there:
             raise UsageError(f"{found} tokens of the prompt stand for {what}, which it has for {there}", "send them in messages")
     return images if salt is None else tuple([each.salted(salt) for each in images])
+
+
+def led_prompt(
+    seeing: Seeing | None, given: Iterable[int], prompt: tuple[int, ...], salt: str | None
+) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
+    """A prompt and its images, checked as above; where an encoder reads it, what the decoder begins with, and the text."""
+    images = checked_images(seeing, given, prompt, salt)
+    if seeing is None or seeing.senses.reading is None:
+        return prompt, images
+    read = seeing.senses.reading.prompt(prompt)
+    return tuple(read), tuple([each if salt is None else each.salted(salt) for each in read.images])
 
 
 def _are_led(images: tuple[PlacedImage, ...], prompt: tuple[int, ...], token: int | None) -> bool:

@@ -172,7 +172,8 @@ class CpuPlatform:
         groups |= {MAX_TILE_ROWS} if spec.most_seen is not None else set()
         groups |= {each.attention.queries_a_key for each in (spec.cross, spec.looks) if each is not None}
         kept = cache_dtypes(self.config.cache_types, dtype)
-        return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk, spec.cross)
+        cross = spec.cross if spec.cross is not None and spec.cross.rows else None
+        return CpuAttention(groups, dtype, kept, most_guesses(self.config), spec.chunk, cross)
 
     def cache_budget(self, *models: Decoder) -> int:
         return int(available_bytes() * self.config.memory_utilization)

@@ -18,7 +18,6 @@ import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from functools import partial
 from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig, Lora
@@ -26,7 +25,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.beams import Searching, check_beams
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.checked_images import Seeing, checked_images
+from nanovllm_cli.engine.checked_images import Seeing, checked_images, led_prompt
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
@@ -145,8 +144,8 @@ class Engine:
         self._embedding_refusal = embedding_refusal
         self._further = further
         self._second_text = second_text or (lambda ids: 0)
-        self._images = partial(checked_images, seeing)
-        self._hearing = None if seeing is None else seeing.senses.hearing
+        self._seeing = seeing
+        self._hearing, self._reading = (None, None) if seeing is None else (seeing.senses.hearing, seeing.senses.reading)
         self._preparing = Preparing()
         self._live: dict[str, _Live] = {}
         self._moved: dict[str, _Live] = {}
@@ -178,10 +177,11 @@ class Engine:
         params = settled(params)
         params.check_vocabulary(self._vocab_size)
         lora = self._lora(params.lora)
-        prompt = self._checked_prompt(prompt_ids)
-        images = self._images(prompt_ids, prompt, cache_salt)
+        asked = self._checked_prompt(prompt_ids)
+        prompt, images = led_prompt(self._seeing, prompt_ids, asked, cache_salt)
         if params.prompt_logprobs is not None and any(each.leads for each in images):
-            raise UnsupportedError("prompt_logprobs of a prompt that begins with a sound or an image", "leave it out")
+            told = "prompt_logprobs of a prompt that an encoder reads, or that begins with a sound or an image"
+            raise UnsupportedError(told, "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
@@ -199,6 +199,7 @@ class Engine:
             lora=lora,
             images=images,
             lead=lead_in(images),
+            asked_ids=asked,
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
@@ -220,7 +221,8 @@ class Engine:
         self._check_priority(priority)
         scales = self._lora(lora)
         prompt = self._checked_prompt(prompt_ids, room=0)
-        images = self._images(prompt_ids, prompt, cache_salt) if isinstance(pooling, Alignment) else ()
+        aligns = isinstance(pooling, Alignment)
+        images = checked_images(self._seeing, prompt_ids, prompt, cache_salt) if aligns else ()
         check_pooling(pooling, prompt_ids, self._hearing, self._embedding_refusal, self._config.tensor_parallel_size)
         request = Request(
             request_id, prompt, _EMBEDS, len(prompt) + 1, (), self._clock(), priority=priority,
@@ -293,6 +295,7 @@ class Engine:
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
         """Raises PromptTooLongError for a prompt of so many tokens. room: tokens that are to fit behind it."""
+        num_tokens = num_tokens if self._reading is None else self._reading.num_tokens(num_tokens)
         if num_tokens + room > self._context_len:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(num_tokens, self._context_len, hint)
@@ -343,7 +346,7 @@ class Engine:
             for index in range(params.n)
         ]
         answers = [
-            Answer(sequence, self._eos_ids, detokenizers(params, prompt) if detokenizers else None)
+            Answer(sequence, self._eos_ids, detokenizers(params, request.own_ids) if detokenizers else None)
             for sequence in request.sequences
         ]
         live = self._live[request.request_id] = _Live(request, answers)
@@ -429,9 +432,10 @@ class Engine:
                 if answer.finish_reason == "error":  # perhaps since it was looked at
                     self._end(live, answer)
         prompt_logprobs = None if request.wants_prompt_logprobs else request.prompt_logprobs
+        asked = request.asked_ids or request.prompt_ids
         return RequestOutput(
             request.request_id,
-            request.prompt_ids,
+            asked,
             outputs,
             live.finished is not None,
             RequestMetrics(
@@ -439,8 +443,8 @@ class Engine:
                 request.first_scheduled,
                 live.first_token,
                 live.finished,
-                request.num_cached_tokens,
-                request.num_computed_prompt_tokens,
+                min(request.num_cached_tokens, len(asked)),  # which may fill up blocks
+                min(request.num_computed_prompt_tokens, len(asked)),
                 request.num_preemptions,
                 request.num_guessed_tokens,
                 request.num_held_tokens,

@@ -16,7 +16,7 @@ from nanovllm_cli.distributed.group import Group
 from nanovllm_cli.distributed.heads import own_spec
 from nanovllm_cli.engine.placement import NEAR, sizes_of
 from nanovllm_cli.engine.platform import Platform
-from nanovllm_cli.engine.sight import Limits, Place, Sight, ears_of, eyes_of
+from nanovllm_cli.engine.sight import Limits, Organ, Place, Sight, ears_of, eyes_of
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.layers.attention import gates_first
 from nanovllm_cli.layers.delta import mamba_rows
@@ -26,12 +26,14 @@ from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.rotary import rescaled
+from nanovllm_cli.models.text_encoder import TextEncoder
 from nanovllm_cli.progress import LoadProgress
 from nanovllm_cli.quant.cpu_integer import CpuInteger
 from nanovllm_cli.quant.format import Format, Fp8, Integer
 from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
+from nanovllm_cli.reading_spec import ReadingSpec
 from nanovllm_cli.state_spec import DeltaSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
@@ -40,6 +42,7 @@ from nanovllm_cli.weights.control_vector import LESS, Directions, check_led, rea
 from nanovllm_cli.weights.fingerprint import stamps_of
 from nanovllm_cli.weights.loader import WeightFormats, load_weights, read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.reading import read_reading
 from nanovllm_cli.weights.tensor_names import matrix_types
 
 
@@ -85,6 +88,9 @@ class LoadedModel:
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = rescaled(read_spec(checkpoint, reader), config.rope).reaching(config.max_model_len)
+        if config.lora_modules and self.spec.encoder is not None:
+            told = "adapters that requests choose, of a model whose encoder reads texts"
+            raise UnsupportedError(told, "--lora FILE applies one to all requests")
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)
@@ -141,15 +147,31 @@ class LoadedModel:
                 if config.mmproj is not None:
                     raise
                 progress.note(f"{otherwise}: {error.message}")
+        if (reading := read_reading(checkpoint, self.spec)) is not None:
+            organs = [self._encoder_of(reading, config)]
         sight = Sight(*organs) if organs else None
         vision = None if sight is None else sight.senses.vision
         if vision is not None and vision.least_tokens > config.image_max_tokens:
             progress.note(f"an image has {vision.least_tokens} tokens at least: --image-max-tokens makes it no smaller")
         return sight
 
+    def _encoder_of(self, reading: ReadingSpec, config: EngineConfig) -> Organ:
+        """What reads texts: a part of the model, and loaded with it."""
+        encoder = self.spec.encoder
+        assert encoder is not None
+
+        def load() -> TextEncoder:
+            assert self.model.encoder is not None
+            return TextEncoder(self.model.encoder, config.block_size)
+
+        inner = max(mlp.intermediate_size * (1 + mlp.gated) for mlp in encoder.mlps)
+        width = 4 * encoder.hidden_size + inner + 4 * encoder.attention.num_heads * encoder.attention.head_dim
+        return Organ(reading, load, encoder.max_position * width * self.dtype.itemsize)
+
     def _kit(self) -> Kit:
         """For a model of own_spec, and whatever is known of its weights from now on."""
         self._storages: list[WeightStorage] = []
+        self._encoder_bytes = 0
         self.formats: Counter[Format | None] = Counter()
         self.num_multiplied_whole = 0
         backend = self.platform.backend(self.own_spec, self.dtype)
@@ -176,11 +198,11 @@ class LoadedModel:
 
     @property
     def read_bytes(self) -> int:
-        """Of the matrices that a step reads whole: all but embeddings that are not the head as well, and experts that nobody
-        takes."""
+        """Of the matrices that a step reads whole: all but embeddings that are not the head as well, experts that nobody takes,
+        and an encoder of texts."""
         embeddings = [] if self.spec.tied_head else [self.model.embedding]
         embeddings += [own] if (each := self.model.per_layer) is not None and (own := each.embedding) is not None else []
-        return self._own_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
+        return self._own_bytes - self._encoder_bytes - sum(embedding.weight.num_bytes for embedding in embeddings)
 
     @property
     def expert_bytes(self) -> int:
@@ -216,6 +238,7 @@ class LoadedModel:
         if share is not None and self._group is not None:
             weight = self.platform.divided(weight, share, self._group, self.dtype)
         self._storages.append(weight)
+        self._encoder_bytes += weight.num_bytes if next(iter(parts)).startswith("encoder.") else 0
         whole = sum(storage.num_rows for storage in storages if isinstance(storage, CpuInteger))
         self.num_multiplied_whole += whole * width * sum(parts.values()) // sum(own.values())
         return weight
@@ -260,7 +283,7 @@ class LoadedModel:
     def _rows_of(self, name: str, up: torch.Tensor, count: int) -> torch.Tensor:
         """In the order in which the layer has the weight's, of which this one has so many."""
         place, _, part = name.removesuffix(".weight").rpartition(".")
-        match part, self.spec.blocks[int(place.split(".")[1])].mixer if part in ("q", "k", "q_b", "mamba_in") else None:
+        match part, self.spec.mixer_at(place) if part in ("q", "k", "q_b", "mamba_in") else None:
             case "q", AttentionSpec(gated=True, gate_apart=False) as mixer:
                 return gates_first(up, mixer.head_dim)
             case "q_b", AttentionSpec(gated=True, gate_apart=False, gate_by_head=False, latent=LatentSpec() as latent):

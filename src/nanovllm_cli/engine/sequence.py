@@ -19,7 +19,7 @@ from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
 from nanovllm_cli.leading import Lead
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.vision_spec import PlacedImage
+from nanovllm_cli.vision_spec import PlacedImage, Sound
 
 NO_STATE = -1
 NO_RANK = (0.0, -1)
@@ -44,7 +44,8 @@ class Request:
     priority: lower is more urgent. rank: place in the one order that decides who runs first and who is preempted
     last; lower is more urgent. It never changes.
     lora: see `Scheduled`; what is cached of a prompt depends on it, too. images: of the prompt, in their order.
-    lead: of these, what is in front of it for layers that look at them.
+    lead: of these, what is in front of it for layers that look at them. asked_ids: the prompt as it was asked, where that is what
+    an encoder reads.
     stages_left: of those that have been looked at, by their digests.
     prompt_logprobs: entries collected so far (the first token has none), or None when they were not asked for.
     whole: all of its tokens are computed in one step, as they see those behind them. pooling: for a text that is embedded, or
@@ -66,6 +67,7 @@ class Request:
     lora: tuple[float, ...] = ()
     images: tuple[PlacedImage, ...] = ()
     lead: Lead | None = None
+    asked_ids: tuple[int, ...] = ()
     stages_left: dict[bytes, int] = field(default_factory=dict)
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
@@ -98,6 +100,12 @@ class Request:
             if each.whole and each.end > start + num_tokens:
                 return (each.start if each.start > start else each.end) - start
         return num_tokens
+
+    @property
+    def own_ids(self) -> tuple[int, ...]:
+        """Of the prompt, what the text begins with that is written: not what an encoder reads."""
+        first = self.images[0].image if self.images else None
+        return self.prompt_ids[self.images[0].end :] if isinstance(first, Sound) and first.is_text else self.prompt_ids
 
     @property
     def wants_prompt_logprobs(self) -> bool:
@@ -192,7 +200,7 @@ class Sequence:
         self.announced = True
         request = self.request
         drawn = self.token_ids[len(request.prompt_ids) :]
-        return NewSequence(self.seq_id, list(request.prompt_ids), request.params, self.seed, request.stop_ids, drawn)
+        return NewSequence(self.seq_id, list(request.own_ids), request.params, self.seed, request.stop_ids, drawn)
 
     @property
     def group(self) -> list[Sequence]:

@@ -27,6 +27,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models import ear
 from nanovllm_cli.models.tower import work_bytes
 from nanovllm_cli.models.tower_layers import Stages, TowerRows, next_stage
+from nanovllm_cli.reading_spec import ReadingSpec
 from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 from nanovllm_cli.weights.checkpoint import Checkpoint, open_checkpoint
 from nanovllm_cli.weights.hearing import ear_parts, hearing_bytes, load_ear, read_hearing
@@ -58,10 +59,10 @@ class AnyTower(Protocol):
 
 @dataclass(slots=True, eq=False)
 class Organ:
-    """What a model sees by, or hears by. load: gives the tower. num_bytes: what it takes at the most, with an image of the
-    largest size in it."""
+    """What a model sees by, or hears by, or reads by. load: gives the tower. num_bytes: what it takes at the most, with an image
+    of the largest size in it."""
 
-    sense: Sense
+    sense: Sense | ReadingSpec
     load: Callable[[], AnyTower]
     num_bytes: int
     _tower: AnyTower | None = None
@@ -82,7 +83,7 @@ class Organ:
 
 class Sight:
     """Of a model that sees, or hears, or both. num_bytes: of its organs, and what is kept. num_computed: images so far, and
-    sounds. told: called before each layer of one, as that may take seconds."""
+    sounds, and texts. told: called before each layer of one, as that may take seconds."""
 
     def __init__(self, *organs: Organ) -> None:
         self.senses = Senses.of(*(organ.sense for organ in organs))
@@ -134,7 +135,7 @@ class Sight:
             return made
         begun = self._begun.pop(image.digest, None)
         if begun is None:
-            (tower,) = (organ.tower() for organ in self._organs if organ.sense is self.senses.by(image))
+            (tower,) = (organ.tower() for organ in self._organs if organ.sense is self.senses.of_tower(image))
             begun = _Begun(tower.stages(image), self.senses.layers_of(image))
         while len(self._begun) >= MOST_BEGUN:
             self._begun.popitem(last=False)
@@ -166,6 +167,8 @@ class Sight:
 
 
 def _told(image: Image | Sound) -> str:
+    if isinstance(image, Sound) and image.is_text:
+        return f"a text of {image.frames} tokens"
     if isinstance(image, Sound):
         return f"a sound of {image.heard * HOP / RATE:.1f} seconds"
     what = "an image" if image.frames == 1 else f"{image.frames} frames"

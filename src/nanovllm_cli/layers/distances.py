@@ -1,4 +1,5 @@
-"""What a score gets by how far its key lies from its query, in models that know positions by that: one table for all layers."""
+"""What a score gets by how far its key lies from its query, in models that know positions by that: one table for all layers, or
+each layer's own."""
 
 from __future__ import annotations
 
@@ -29,11 +30,11 @@ class Distances:
         """Their names in a model, all of it."""
         if not self.spec.buckets:
             return {}
-        return {"distances.weight": WeightSlot((self.spec.buckets, len(self.table)), self._load)}
+        return {"distances.weight": WeightSlot((self.spec.buckets, len(self.table)), self._load, plain=True)}
 
     def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "tables are plain numbers"
-        of = buckets(self.places, self.spec.buckets, self.spec.farthest)
+        of = buckets(self.places, self.spec.buckets, self.spec.farthest, both_ways=self.spec.both_ways)
         ours = (of >= first) & (of < first + len(rows))
         device = self.table.device
         self.table[:, ours.to(device)] = rows.float()[of[ours] - first].T.to(device)
@@ -48,11 +49,13 @@ def alibi_slopes(num_heads: int) -> torch.Tensor:
     return torch.tensor([2.0**exponent for exponent in exponents])
 
 
-def buckets(places: torch.Tensor, count: int, farthest: int) -> torch.Tensor:
+def buckets(places: torch.Tensor, count: int, farthest: int, *, both_ways: bool = True) -> torch.Tensor:
     """The bucket of each distance, int64. The first half is of keys before their query, and of its own: one for each of count / 4
-    places, wider and wider ones up to `farthest`, the last for all beyond (Raffel et al. 2020, as MPNet has it)."""
-    half, exact = count // 2, count // 4
-    away = places.abs()
+    places, wider and wider ones up to `farthest`, the last for all beyond (Raffel et al. 2020, as MPNet has it). Without
+    both_ways all are of these, and keys behind their query, which nobody sees, are in the first."""
+    half = count // 2 if both_ways else count
+    exact = half // 2
+    away = places.abs() if both_ways else (-places).clamp(min=0)
     grown = torch.log(away.clamp(min=1).float() / exact) / math.log(farthest / exact) * (half - exact)
     far = (exact + grown.long()).clamp(max=half - 1)
-    return torch.where(away < exact, away, far) + half * (places > 0)
+    return torch.where(away < exact, away, far) + both_ways * half * (places > 0)

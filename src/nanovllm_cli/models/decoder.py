@@ -43,7 +43,7 @@ class Decoder:
     """A decoder, or an encoder, made of what the kit has. shared: whose embedding and head it has, if not its own.
     reads_hidden: whether a batch has to bring rows beside its tokens. taps: what its layers read, for what guesses by that.
     directions: [hidden] fp32 that are added to the residual stream behind layers, by their numbers; a model of several streams
-    has none.
+    has none. encoder: what reads the texts that its layers attend to; it is run by itself (`models/text_encoder.py`).
     own_mixers: what this process computes of each layer; its KV cache is for these."""
 
     reads_hidden = False
@@ -85,7 +85,11 @@ class Decoder:
         plain_norm = NormSpec(spec.norm.eps, unit=spec.norm.unit)
         self.embedding_norm = RMSNorm(plain_norm, spec.hidden_size, kit) if spec.embedding_normed else None
         self.entry = entry_of(spec.entry, spec.hidden_size, kit) if spec.entry is not None else None
-        self.distances = None if spec.distances is None else Distances(spec.distances, spec.attentions[0].num_heads, kit)
+        self.distances = [] if spec.distances is None else [
+            Distances(spec.distances, spec.attentions[0].num_heads, kit)
+            for _ in range(spec.num_layers if spec.distances.by_layer else 1)
+        ]
+        self.encoder = None if spec.encoder is None else Decoder(spec.encoder, kit.at("encoder"), shared=self)
         self.embedding_scale = float(torch.tensor(spec.embedding_scale, dtype=kit.dtype))  # as Gemma was trained
         self.ropes = {rope: Rope(rope, kit.ops) for rope in spec.ropes}
 
@@ -97,7 +101,11 @@ class Decoder:
         for i, block in enumerate(self.blocks):
             slots |= {f"blocks.{i}.{name}": slot for name, slot in block.slots().items()}
         slots |= {} if self.entry is None else self.entry.slots()
-        slots |= {} if self.distances is None else self.distances.slots()
+        for i, distances in enumerate(self.distances):
+            place = f"blocks.{i}." if distances.spec.by_layer else ""
+            slots |= {f"{place}{name}": slot for name, slot in distances.slots().items()}
+        for name, slot in ({} if self.encoder is None else self.encoder.slots()).items():
+            slots |= {} if name.startswith(("embedding.", "head.")) else {f"encoder.{name}": slot}
         slots |= {} if self.norm is None else {f"norm.{name}": slot for name, slot in self.norm.slots().items()}
         return slots | {f"head.{name}": slot for name, slot in self.head.slots().items()}
 
@@ -133,7 +141,11 @@ class Decoder:
 
     def inputs(self, batch: Batch, step: Any) -> StepInputs:
         """Of a batch on the device, and what the attention backend has made of it."""
-        return StepInputs(batch, self.angles(batch), step, None if self.distances is None else self.distances.table)
+        return StepInputs(batch, self.angles(batch), step, self.distances[0].table if self.distances else None)
+
+    def seen_from(self, number: int, inputs: StepInputs) -> StepInputs:
+        """What a layer reads of them, by its number: tables of distances may be its own."""
+        return inputs._replace(distances=self.distances[number].table) if len(self.distances) > 1 else inputs
 
     def angles(self, batch: Batch) -> dict[RopeSpec | None, Angles]:
         """cos and sin of the batch's positions, by rope."""
@@ -171,7 +183,7 @@ class Decoder:
             if block.looks is not None:
                 x = self._looked(block, x, residual, inputs, cache)
                 continue
-            its = inputs.of_layer(cache.is_near[i])
+            its = self.seen_from(number, inputs.of_layer(cache.is_near[i]))
             if i != self.last_keeper or all_asked or i <= deepest:
                 x = block(x, residual, its, layer, own)
                 if batch.images is not None and i in deep:

@@ -130,6 +130,7 @@ class Family:
     hf_names: Mapping[str, str] = field(default_factory=dict)  # where they are other than HF_NAMES
     vector_names: Mapping[str, str] = field(default_factory=dict)  # by kind of checkpoint: what vectors go through when pooled
     template: str = ""  # of `text/builtin_templates.py`, where a model brings none
+    also_embedded: tuple[str, ...] = ()  # names of the embedding where it is not there under its own
     outer: str = "model."  # what names begin with, but for the model alone, without a head
     aside: tuple[str, ...] = ()  # beginnings of names of what is for tasks that nothing here does
     unread_without_experts: tuple[str, ...] = ()  # endings of names of what layers without experts have to no purpose

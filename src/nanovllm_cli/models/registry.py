@@ -122,6 +122,7 @@ from nanovllm_cli.models.stablelm import STABLELM
 from nanovllm_cli.models.starcoder2 import STARCODER2
 from nanovllm_cli.models.states_alone import FALCON_MAMBA, MAMBA, MAMBA2
 from nanovllm_cli.models.step import STEP
+from nanovllm_cli.models.t5 import T5_FAMILIES, T5_NAMES, family_of_t5
 from nanovllm_cli.models.talkie import TALKIE
 from nanovllm_cli.models.whisper import WHISPER
 from nanovllm_cli.models.zamba2 import ZAMBA2
@@ -339,6 +340,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "StepVLForConditionalGeneration": QWEN3,
     **dict.fromkeys(("K2HorizonForCausalLM", "K2AuroraForCausalLM"), K2_HORIZON),
     "OuroForCausalLM": OURO,
+    **{kind: T5_FAMILIES[name, name != "t5"] for kind, name in T5_NAMES.items()},
     "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "WhisperForConditionalGeneration": WHISPER,
@@ -401,6 +403,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     others = HF_BODIES | HF_CLASSIFIERS
     if names[0] == "FalconForCausalLM":
         return family_of_falcon(config)
+    if names[0] in T5_NAMES:
+        return family_of_t5(config, T5_NAMES[names[0]])
     if names[0] in OWN_ARCHITECTURES or is_eagle(config):
         return EAGLE3
     if names[0] == "InternVLChatModel" and isinstance(inner, Mapping):

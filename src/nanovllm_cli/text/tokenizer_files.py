@@ -30,6 +30,7 @@ MAX_CONFIG_BYTES = 32 << 20
 MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 _SINGLE_TEMPLATE = "chat_template.jinja"
+_T5, _MOST_MARKS = "spiece.model", 1000
 _OWN_TEMPLATES = {"k2_horizon": "chat_template_generation.jinja"}
 """Of kinds of models that have what they are served with beside an older one. Elsewhere such a file is for training."""
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
@@ -78,10 +79,13 @@ def _vocabulary(folder: Path, config: dict[str, Any], roles: dict[str, Any]) -> 
             _set_letters(backend, config)
             before, between, after = _ids_around(backend)
         return TokenizerParts(backend, prefix_ids=before, suffix_ids=after, between_ids=between)
-    if pieces.is_file():
+    if pieces.is_file() or (pieces := folder / _T5).is_file():
         vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
         with guard_library(pieces.name):
-            return _from_pieces(vocabulary, config)
+            parts = _from_pieces(vocabulary, config)
+            if pieces.name == _T5:
+                _add_marks(parts.backend, config)
+            return parts
     if (own := folder / tekken.FILE).is_file():
         return tekken.read_tekken(_read_object(own, byte_ranks.MAX_FILE_BYTES))
     if vocab.is_file() and (folder / "merges.txt").is_file():
@@ -91,8 +95,8 @@ def _vocabulary(folder: Path, config: dict[str, Any], roles: dict[str, Any]) -> 
     if (own := folder / world.FILE).is_file():
         return world.read_world(_read_text(own, byte_ranks.MAX_FILE_BYTES), config, roles)
     raise CheckpointError(
-        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, tekken.json, vocab.json with merges.txt, "
-        f"{byte_ranks.TIKTOKEN} nor {world.FILE}",
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, {_T5}, tekken.json, vocab.json with "
+        f"merges.txt, {byte_ranks.TIKTOKEN} nor {world.FILE}",
         "copy the tokenizer files of the original model into the folder",
     )
 
@@ -114,6 +118,16 @@ def _from_pieces(vocabulary: PieceVocabulary, config: dict[str, Any]) -> Tokeniz
     else:
         parts.prefix_ids = () if bos is None else (bos,)
     return parts
+
+
+def _add_marks(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
+    """Tokens behind the pieces of a T5's, which stand for what is left out of a text, the first one last: so transformers'
+    T5Tokenizer has it."""
+    count = config.get("extra_ids", 100)
+    if type(count) is not int or not 0 <= count <= _MOST_MARKS:
+        raise CheckpointError(f"tokenizer_config.json: 'extra_ids' must be a number up to {_MOST_MARKS}, not {str(count)[:40]}")
+    names = (f"<extra_id_{i}>" for i in reversed(range(count)))
+    backend.add_tokens([AddedToken(name, special=True, normalized=False) for name in names])
 
 
 def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerParts:

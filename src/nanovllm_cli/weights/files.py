@@ -37,6 +37,7 @@ _SETTINGS = {
     "tokenizer.json",
     "tokenizer_config.json",
     "tokenizer.model",
+    "spiece.model",
     TEKKEN,
     "tiktoken.model",
     "special_tokens_map.json",

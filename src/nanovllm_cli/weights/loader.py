@@ -132,7 +132,7 @@ def check_scale(spec: ModelSpec, checkpoint: Checkpoint, reader: WeightReader) -
     if spec.entry is not None:
         wanted += (spec.entry.positions + spec.entry.segments) * spec.hidden_size
     wanted += 3 * spec.num_layers * spec.hidden_size * spec.per_layer_width
-    for block in spec.blocks:
+    for block in (*spec.blocks, *(() if spec.encoder is None else spec.encoder.blocks)):
         wanted += block.num_weights(spec.hidden_size)
         if isinstance(block.mlp, MoESpec):
             wanted += block.mlp.num_experts * EXPERT_EXCESS

@@ -50,8 +50,10 @@ def family_of(checkpoint: Checkpoint) -> Family:
 
 def names_of(checkpoint: Checkpoint) -> dict[str, str]:
     """Of its slots, {i} for the layer -> those in the file."""
-    table = family_of(checkpoint).names(checkpoint.format)
-    prefix = _prefix(checkpoint)
+    family = family_of(checkpoint)
+    table, prefix = family.names(checkpoint.format), _prefix(checkpoint)
+    if family.also_embedded and checkpoint.format == "hf" and table["embedding.weight"] not in (names := set(checkpoint.names())):
+        return table | {"embedding.weight": next(filter(names.__contains__, family.also_embedded), table["embedding.weight"])}
     if (embedding := table["embedding.weight"]).startswith(_BACKBONE):
         if _OUTER + embedding in checkpoint.names():
             return {ours: _OUTER + theirs for ours, theirs in table.items()}
@@ -131,8 +133,9 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     """The checkpoint's name for one of ours, by a table of patterns with {i} for the layer and {e} for the expert or head.
     UnsupportedError where the table has none: no model of the family has such a tensor."""
     parts, number, expert = ours.split("."), "", ""
-    if parts[0] == "blocks":
-        number, parts[1] = parts[1], "{i}"
+    first = int(parts[0] == "encoder")
+    if parts[first] == "blocks":
+        number, parts[first + 1] = parts[first + 1], "{i}"
         at = 4 if parts[2] == "values" else 3
         if parts[at - 1] in ("experts", "k_b", "v_b", "uses") and parts[at].isdecimal():
             expert, parts[at] = parts[at], "{e}"
@@ -150,6 +153,7 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     names = set(names)
     family = family_of(checkpoint)
     aside = {name for name in names if name.startswith(family.aside or ("\0",))}
+    aside -= {names_of(checkpoint)["embedding.weight"]} if family.also_embedded else set()
     aside |= {name for name in names if name.endswith(ADAPTERS_OF_SENSES)}
     aside |= _of_experts_elsewhere(checkpoint, names)
     aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
