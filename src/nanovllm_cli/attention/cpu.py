@@ -11,25 +11,29 @@ import torch
 
 from nanovllm_cli.attention.backend import (
     Angles,
+    BlockIndexInputs,
     DeltaWeights,
     HeadNorms,
     IndexInputs,
     LatentWeights,
+    NGramWeights,
     ScanWeights,
     WholeRows,
 )
 from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, keys_in, looked_at
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
+from nanovllm_cli.attention.kv_cache import STATE_PARTS, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import conv, cpu, delta, scan, wkv
+from nanovllm_cli.kernels import block_index, conv, cpu, delta, ngrams, scan, wkv
+from nanovllm_cli.kernels.block_index import IndexKeys, Where
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable
 from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.kernels.wkv import WkvInputs
-from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec, BlockIndexerSpec, IndexerSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 
@@ -118,12 +122,16 @@ class CpuAttention:
     chunk: int | None = None
     cross: CrossSpec | None = None
     _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
+    _of_blocks: dict[AttentionSpec, block_index.Gathered] = field(default_factory=dict, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes, mixer.found_dim)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
+        if (blocks := mixer.blocks) is not None:
+            assert mixer.rope is not None
+            return [*parts, *(((cpu.BLOCK, width), self.dtype) for width in (blocks.dim, mixer.rope.dim))]
         if mixer.latent is None:
             return parts
         if (indexer := mixer.latent.own_indexer) is None:
@@ -186,12 +194,18 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
         distances: torch.Tensor | None = None,
+        index: BlockIndexInputs | None = None,
     ) -> torch.Tensor:
-        k, v = cache
+        k, v = cache[:2]
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
             spec.reads is not None, spec.qk_norm_of == "turned head", spec.found_dim,
         )  # fmt: skip
+        if spec.blocks is not None and index is not None:
+            where = Where(step.tiles[MAX_TILE_ROWS], step.query_starts, step.block_tables)
+            chosen = self._choose_blocks(spec.blocks, index, angles, cache, step, where)
+            if chosen is not None:
+                return self._attend_blocks(spec, q, chosen, (k, v), where)
 
         def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
             where = step if spec.chunk is None else step.chunks
@@ -206,6 +220,40 @@ class CpuAttention:
         if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step, both_ways=True)
         return out
+
+    def _choose_blocks(
+        self, spec: BlockIndexerSpec, index: BlockIndexInputs, angles: Angles, cache: LayerCache, step: CpuStep, where: Where
+    ) -> torch.Tensor | None:
+        """Keeps keys of these tokens, and says which blocks they see [T, most]; None where all see all."""
+        width, keys = spec.heads * spec.dim, IndexKeys(*cache[2:], spec.ratio)
+        block_index.keep_keys(index.projected[:, width:], *angles, index.k_norm, index.eps, index.offset, keys, where)
+        if step.block_tables.shape[1] * cpu.BLOCK <= spec.most_seen:  # see `_is_sparse`
+            return None
+        nowhere = torch.empty(cpu.cache_shapes(0, 1, spec.dim, self.dtype)[0], dtype=self.dtype)
+        norms = index.q_norm, None, None, index.eps, index.offset
+        q = cpu.rope_and_cache(
+            index.projected[:, :width], spec.heads, 1, spec.dim, *norms, *angles, False, step.slots, step.run, nowhere, None,
+            reads=True,
+        )  # fmt: skip
+        return block_index.choose(q, keys, spec.most, where)
+
+    def _attend_blocks(
+        self, spec: AttentionSpec, q: torch.Tensor, chosen: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], where: Where
+    ) -> torch.Tensor:
+        """q [T, H, D] over the tokens of chosen blocks, and those behind the last whole one: [T, H * V]."""
+        assert spec.blocks is not None
+        if spec not in self._of_blocks:
+            sizes = spec.blocks.most, spec.blocks.ratio, spec.num_kv_heads, spec.head_dim, spec.found_dim
+            self._of_blocks[spec] = block_index.Gathered(*sizes, self.dtype, self.cache_dtypes)
+        gathered, found = self._of_blocks[spec], cpu.new_tensor((len(q), spec.num_heads * spec.found_dim), q.dtype)
+        for first in range(0, len(q), ROWS):
+            some = slice(first, min(len(q), first + ROWS))
+            tiles = gathered.gather(some, chosen, cache, where)
+            cpu.paged_attention(
+                q[some], gathered.keys, gathered.values, tiles, gathered.tables, spec.score_scale, 0, spec.softcap or 0.0, None,
+                out=found[some], value_dim=spec.found_dim,
+            )  # fmt: skip
+        return found
 
     def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
         (k, v), none = cache, torch.empty(len(kv), 0)
@@ -301,9 +349,8 @@ class CpuAttention:
         step: CpuStep,
         by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
-        return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, States(*cache), *step.for_states, spec.most, by_channel
-        )
+        states, rest = States(*cache[:STATE_PARTS]), (spec.most, by_channel, spec.by_sigmoid)
+        return delta.gated_delta(projected, gates, *weights, spec.tiled, states, *step.for_states, *rest)
 
     def mix_inputs(
         self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CpuStep
@@ -332,6 +379,23 @@ class CpuAttention:
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CpuStep
     ) -> torch.Tensor:
         return wkv.wkv7(inputs, tables, spec.eps, States(*cache), *step.for_states)
+
+
+    def ngram_rows(
+        self, ids: torch.Tensor, table: NGramTable, hashes: NGramHashes, dtype: torch.dtype, cache: LayerCache, step: CpuStep
+    ) -> torch.Tensor:
+        return ngrams.gather(ids, table, hashes, dtype, *_with_past(cache), step.for_states)
+
+    def join_ngrams(
+        self, keys: torch.Tensor, value: torch.Tensor, streams: torch.Tensor, weights: NGramWeights, cache: LayerCache,
+        step: CpuStep,
+    ) -> None:  # fmt: skip
+        ngrams.join(keys, value, streams, *weights, *_with_past(cache), step.for_states)
+
+
+def _with_past(cache: LayerCache) -> tuple[NGramPast, States]:
+    """Of a layer with n-grams."""
+    return NGramPast(*cache[STATE_PARTS:]), States(*cache[:STATE_PARTS])
 
 
 def _is_sparse(indexer: IndexerSpec, step: CpuStep) -> bool:

@@ -33,6 +33,7 @@ from nanovllm_cli.quant.format_names import parse_format
 from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.state_spec import DeltaSpec
+from nanovllm_cli.streams_spec import GatedStreamsSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -85,6 +86,8 @@ class LoadedModel:
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = rescaled(read_spec(checkpoint, reader), config.rope).reaching(config.max_model_len)
+        if (config.lora or config.lora_modules) and isinstance(self.spec.streams, GatedStreamsSpec):
+            raise UnsupportedError(f"adapters of a {self.spec.architecture} model are not supported", "leave --lora out")
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)
