@@ -144,9 +144,9 @@ class DeltaSpec:
             matrices = hidden_size * (self.channels + self.values + self.num_values + beside)
             matrices += 0 if self.at_once else rank * (decays + self.values)
             return matrices + self.channels * self.width + self.num_values + decays
-        gates, beside = 1 if self.mamba else 2, self.ngrams
-        before = 0 if beside is None else beside.num_stored + beside.num_multiplied
-        matrices = before + hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
+        gates = 1 if self.mamba else 2
+        ngrams = 0 if self.ngrams is None else self.ngrams.num_stored + self.ngrams.num_multiplied
+        matrices = ngrams + hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
         tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias
         return matrices + self.channels * self.width + tables
 

@@ -225,7 +225,8 @@ class CpuAttention:
         self, spec: BlockIndexerSpec, index: BlockIndexInputs, angles: Angles, cache: LayerCache, step: CpuStep, where: Where
     ) -> torch.Tensor | None:
         """Keeps keys of these tokens, and says which blocks they see [T, most]; None where all see all."""
-        width, keys = spec.heads * spec.dim, IndexKeys(*cache[2:], spec.ratio)
+        width, (kept, turned) = spec.heads * spec.dim, cache[2:]
+        keys = IndexKeys(kept, turned, spec.ratio)
         block_index.keep_keys(index.projected[:, width:], *angles, index.k_norm, index.eps, index.offset, keys, where)
         if step.block_tables.shape[1] * cpu.BLOCK <= spec.most_seen:  # see `_is_sparse`
             return None

@@ -21,8 +21,8 @@ def block_keys(
     rows = wide(means)
     normed = (rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps) * (offset + wide(gains))).to(keys.dtype)
     firsts = slice(0, count * ratio, ratio)
-    angles = (wide(each[firsts].to(keys.dtype)) for each in (cos, sin))
-    return rope(normed[:, None], *angles, False)[:, 0].to(keys.dtype)
+    turned_by, turned_to = (wide(each[firsts].to(keys.dtype)) for each in (cos, sin))
+    return rope(normed[:, None], turned_by, turned_to, False)[:, 0].to(keys.dtype)
 
 
 def block_scores(q: torch.Tensor, keys: torch.Tensor, ratio: int) -> torch.Tensor:

@@ -55,4 +55,5 @@ def convolved(inputs: torch.Tensor, taps: torch.Tensor, apart: int) -> torch.Ten
     tokens that lie `apart` tokens behind each other, the token's own last; zeros in front of the first."""
     before = (len(taps) - 1) * apart
     known = torch.cat([wide(inputs).new_zeros(before, inputs.shape[1]), wide(inputs)])
-    return F.silu(sum(wide(tap) * known[k * apart : k * apart + len(inputs)] for k, tap in enumerate(taps)))
+    shifted = torch.stack([wide(tap) * known[k * apart : k * apart + len(inputs)] for k, tap in enumerate(taps)])
+    return F.silu(shifted.sum(0))

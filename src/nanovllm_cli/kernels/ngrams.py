@@ -88,12 +88,12 @@ def join(
         cpu.address_of(gains, dtype, 3, channels), gated.data_ptr(), normed.data_ptr(),
     )  # fmt: skip
     cpu.launch(cpu_ngrams.gate_ngrams, 16 * gated.numel(), cpu.tags_of(dtype), ints, (eps, offset))
-    ints = (
+    rest = (
         at, gated.data_ptr(), normed.data_ptr(), num_taps, apart, cpu.address_of(taps, dtype, num_taps, channels), count, tokens,
         width, cpu.address_of(past.inputs, dtype, num_states, 2, (num_taps - 1) * apart, channels), *_stamps(states), num_states,
         num_values, *of_sequences(*step),
     )  # fmt: skip
-    cpu.launch(cpu_ngrams.convolve_ngrams, (num_taps + 8) * gated.numel(), cpu.tags_of(dtype), ints)
+    cpu.launch(cpu_ngrams.convolve_ngrams, (num_taps + 8) * gated.numel(), cpu.tags_of(dtype), rest)
 
 
 def _sizes(states: States) -> tuple[int, int]:

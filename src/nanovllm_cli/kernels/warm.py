@@ -346,7 +346,8 @@ def _blocks(dtype: torch.dtype) -> None:
     tiles, tables = torch.tensor([[0, 0, 1, 31, 32]]), torch.arange(2, dtype=torch.int32)[None]
     where = block_index.Where(tiles, torch.tensor([0, 1], dtype=torch.int32), tables)
     x, angles = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 8)
-    index = block_index.IndexKeys(*(torch.zeros(2, cpu.BLOCK, 16, dtype=dtype) for _ in range(2)), 4)
+    kept = torch.zeros(2, cpu.BLOCK, 16, dtype=dtype)
+    index = block_index.IndexKeys(kept, kept.clone(), 4)
     block_index.keep_keys(x, angles, angles, x[0], 1e-6, 1.0, index, where)
     chosen = block_index.choose(x[None], index, 2, where)
     cache = tuple(torch.zeros(shape, dtype=dtype) for shape in cpu.cache_shapes(2, 1, 16, dtype))

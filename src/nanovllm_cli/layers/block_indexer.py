@@ -20,7 +20,8 @@ class BlockIndexer:
         self.gains = kit.zeros(2, spec.dim)
 
     def __call__(self, x: Hidden) -> BlockIndexInputs:
-        return BlockIndexInputs(self.projection(x), *self.gains, self.norm.eps, self.norm.offset)
+        q_norm, k_norm = self.gains
+        return BlockIndexInputs(self.projection(x), q_norm, k_norm, self.norm.eps, self.norm.offset)
 
     def slots(self) -> Slots:
         gains = zip("qk", self.gains, strict=True)

@@ -29,8 +29,9 @@ class NGrams:
         self.value = Linear(spec.width, {"ngram_value": spec.hidden}, kit)
         self.gains = kit.zeros(len(NORMS), spec.channels)
         self.taps = kit.zeros(spec.taps, spec.channels)
-        hashes = (torch.tensor(each, dtype=torch.int64) for each in (spec.multipliers, spec.sizes, spec.offsets))
-        self.hashes = NGramHashes(*hashes, spec.end)
+        told = spec.multipliers, spec.sizes, spec.offsets
+        multipliers, sizes, offsets = (torch.tensor(each, dtype=torch.int64) for each in told)
+        self.hashes = NGramHashes(multipliers, sizes, offsets, spec.end)
         self._pieces: dict[int, torch.Tensor] = {}
         self._table: NGramTable | None = None
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 _MARKS = (
+    ("n-grams", ("ngram_embedding",)),
     ("norms", ("norm", ".ln_", "ln_f.")),
-    ("other", ("altup", "laurel", "_hc.", ".hc_")),
+    ("other", ("altup", "laurel", "_hc.", ".hc_", "hyper_connection", ".ple.")),
     ("head", ("embed_out",)),
     ("per layer", ("per_layer", "inp_gate")),
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
@@ -17,7 +18,7 @@ _MARKS = (
 )
 _OUTER = "language_model.", "thinker."
 """What heads of models that see or hear may begin with."""
-CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
+CLASSES = ("embedding", "n-grams", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
 def class_of(name: str) -> str:
