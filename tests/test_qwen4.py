@@ -3,6 +3,7 @@ images and videos; what steps it is computed in changes no bit; what is refused.
 
 from __future__ import annotations
 
+import copy
 import json
 import re
 from pathlib import Path
@@ -65,8 +66,8 @@ CONFIGS = {
     "all is seen": ALL_SEEN,
     "gates by sigmoid": ALL_SEEN | {"output_gate_type": "sigmoid", "norm_topk_prob": False, "layer_types": KINDS},
     "n-grams": ALL_SEEN | NGRAMS,
-    "4-grams, one tap, ends in a list": ALL_SEEN | NGRAMS | {
-        "ngram_size": 4, "heads_per_ngram": 2, "ple_embed_dim": 48, "ple_conv_kernel_size": 1, "eos_token_id": [1, 2],
+    "4-grams, two taps, ends in a list": ALL_SEEN | NGRAMS | {
+        "ngram_size": 4, "heads_per_ngram": 2, "ple_embed_dim": 48, "ple_conv_kernel_size": 2, "eos_token_id": [1, 2],
         "ple_layer_ids": [2], "seed": 7,
     },
     "chosen blocks": CHOSEN | {"layer_types": KINDS},
@@ -77,6 +78,14 @@ CONFIGS = {
 
 def config_of(case: str) -> Qwen4ExpTextConfig:
     return Qwen4ExpTextConfig(**SHAPE | CONFIGS[case])
+
+
+def calm_model(config: Any) -> Any:
+    """Of weights so small that transformers' own numbers are close to those in float64."""
+    model = random_model(config)
+    for parameter in model.parameters():
+        parameter.data *= 0.4 if parameter.dim() > 1 else 1.0
+    return model
 
 
 def with_ends(tokens: list[list[int]]) -> list[list[int]]:
@@ -93,10 +102,7 @@ def edited(folder: Path, changes: dict[str, Any]) -> Path:
 
 @pytest.mark.parametrize("case", CONFIGS)
 def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) -> None:
-    """Of weights so small that transformers' own are as close to those in float64."""
-    model, tokens = random_model(config_of(case)), with_ends(prompts(SHAPE["vocab_size"]))
-    for parameter in model.parameters():
-        parameter.data *= 0.6 if parameter.dim() > 1 else 1.0
+    model, tokens = calm_model(config_of(case)), with_ends(prompts(SHAPE["vocab_size"]))
     worker = worker_for(save(model, tmp_path), dtype="float32")
     found, expected = (rows.log_softmax(-1) for rows in (logits_of(worker, tokens), expected_logits(model, tokens)))
     assert float((found - expected).abs().max()) < 1e-4
@@ -108,10 +114,10 @@ def test_without_an_indexer_all_is_seen(tmp_path: Path) -> None:
     folder = edited(save(model, tmp_path), dict.fromkeys(ALL_SEEN))
     tensors = {name: tensor for name, tensor in load_file(folder / "model.safetensors").items() if "indexer" not in name}
     save_file(tensors, folder / "model.safetensors")
-    assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 2e-5
+    assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-4
 
 
-@pytest.mark.parametrize("case", ["all of it", "4-grams, one tap, ends in a list"])
+@pytest.mark.parametrize("case", ["all of it", "4-grams, two taps, ends in a list"])
 def test_greedy_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
     """Step by step, from recordings behind the first, several sequences at once and past the tokens that one sees."""
     model = random_model(config_of(case))
@@ -130,7 +136,9 @@ def test_greedy_answers_are_those_of_transformers(case: str, tmp_path: Path) -> 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """In bfloat16, of which what is imported from test_delta.py asks whether steps change a bit."""
-    config = Qwen4ExpTextConfig(**SHAPE | CONFIGS["all of it"] | {"indexer_budget": 48, "max_position_embeddings": 2048})
+    even = {"moe_intermediate_size": 34, "shared_expert_intermediate_size": 42, "hc_lowrank": 14}  # what can be recorded
+    more = {"indexer_budget": 48, "max_position_embeddings": 2048}
+    config = Qwen4ExpTextConfig(**SHAPE | CONFIGS["all of it"] | even | more)
     return save(random_model(config, dtype=torch.bfloat16), tmp_path_factory.mktemp("states"))
 
 
@@ -177,7 +185,7 @@ def test_steps_change_no_bit_of_what_follows_images(tmp_path: Path) -> None:
     parts = parts_of(vision)
     asked = [(prompt_with(vision, own, token), greedy(24, logprobs=0)) for own in (parts, [*parts[:4], 9], [7])]
     alone_ = [run(engine_for(worker, enable_prefix_caching=False), [each])[0] for each in asked]
-    for setting in ({}, {"max_num_batched_tokens": 7}, {"num_blocks": 10, "max_num_batched_tokens": 23}):
+    for setting in ({}, {"max_num_batched_tokens": 7}, {"num_blocks": 5, "max_num_batched_tokens": 23}):
         engine = engine_for(worker, **setting)
         for one, other in zip(alone_, run(engine, asked), strict=True):
             assert one.outputs[0].token_ids == other.outputs[0].token_ids
@@ -194,7 +202,7 @@ def ngrams_of(worker: Worker) -> list[NGramSpec]:
 
 @pytest.fixture(scope="module")
 def with_ngrams(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
-    model = random_model(config_of("n-grams"))
+    model = calm_model(Qwen4ExpTextConfig(**SHAPE | CONFIGS["n-grams"] | {"ngram_vocab_size_base": 5000}))
     folder = save(model, tmp_path_factory.mktemp("n-grams"))
     write_byte_tokenizer(folder)
     return model, folder
@@ -213,6 +221,10 @@ def changed(folder: Path, target: Path, tensors: dict[str, torch.Tensor]) -> Pat
 def test_a_table_is_read_as_it_lies(way: str, with_ngrams: tuple[Any, Path], tmp_path: Path) -> None:
     model, folder = with_ngrams
     tokens, tensors = with_ends(prompts(SHAPE["vocab_size"])[:5]), load_file(folder / "model.safetensors")
+    if way == "of bfloat16":
+        model = copy.deepcopy(model)
+        for table in (model.model.layers[layer].ple.ple_embedding.ngram_embedding.weight for layer in (0, 2)):
+            table.data = table.data.bfloat16().float()
     expected = expected_logits(model, tokens)
     for layer in (0, 2):
         place = TABLE.format(layer)
@@ -220,7 +232,7 @@ def test_a_table_is_read_as_it_lies(way: str, with_ngrams: tuple[Any, Path], tmp
         if way == "in one":
             tensors[f"{place}.weight"] = whole
             continue
-        parts = whole.split([5, 90, len(whole) - 95] if way == "in others" else -(-len(whole) // 7))
+        parts = whole.split([5, 9000, len(whole) - 9005] if way == "in others" else -(-len(whole) // 7))
         parts = tuple(part.bfloat16() for part in parts) if way == "of bfloat16" else parts
         tensors |= {f"{place}.shard_{i}.weight": part.contiguous() for i, part in enumerate(parts)}
         for name in ("layer_multipliers", "ngram_heads_vocab_sizes", "ngram_heads_offsets"):
@@ -234,7 +246,7 @@ def test_a_table_is_read_as_it_lies(way: str, with_ngrams: tuple[Any, Path], tmp
         assert [ngrams.multipliers for ngrams in ngrams_of(worker)] == [(5, 9, 11)] * 2
         assert difference(found, expected) > 1e-2
     else:
-        assert difference(found, expected) < (3e-3 if way == "of bfloat16" else 1e-5)
+        assert difference(found, expected) < 1e-5
 
 
 def test_a_table_stays_in_its_file(with_ngrams: tuple[Any, Path]) -> None:
@@ -259,7 +271,7 @@ def test_a_table_stays_in_its_file(with_ngrams: tuple[Any, Path]) -> None:
     assert facts.num_parameters == sum(torch.Size(shape).numel() for shape in shapes_of(worker.spec).values()) + 2 * (3 + 8 + 8)
     assert facts.num_active < facts.num_parameters - on_disk // 4
     assert plan.facts.disk_bytes == on_disk
-    assert plan.formats[0].weight_bytes == pytest.approx(worker.weight_bytes, rel=0.02)
+    assert plan.formats[0].weight_bytes < worker.weight_bytes < on_disk
 
 
 def test_what_is_published_says_little() -> None:
@@ -336,7 +348,7 @@ TABLES: dict[str, tuple[str, Any, str]] = {
     "a part is missing": (f"{TABLE.format(0)}.shard_6.weight", None, "1 missing: model.layers.0.ple"),
     "a part is too long": (f"{TABLE.format(0)}.shard_6.weight", lambda t: t.repeat(2, 1), "1 of the wrong shape"),
     "of half precision": (f"{TABLE.format(2)}.shard_1.weight", lambda t: t.half(), "a table of n-grams in F16"),
-    "sizes that go beyond": (SIZES, lambda t: t + 90, "does not fit its table"),
+    "sizes that go beyond": (SIZES, lambda t: t + 900, "does not fit its table"),
     "a size of nothing": (SIZES, lambda t: t * 0, "does not fit its table"),
     "offsets that overlap": (BUFFERS.format(2, "ngram_heads_offsets"), lambda t: t + 1, "does not fit its table"),
     "a multiplier too few": (BUFFERS.format(0, "layer_multipliers"), lambda t: t[:2], "does not fit its table"),
