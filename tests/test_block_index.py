@@ -9,13 +9,15 @@ import pytest
 import torch
 
 from emulation.compare import close_to_rounding, random
-from nanovllm_cli.attention.backend import BlockIndexInputs, HeadNorms
+from nanovllm_cli.attention.backend import HeadNorms
 from nanovllm_cli.attention.cpu import CpuAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.index_spec import BlockIndexerSpec
 from nanovllm_cli.kernels import block_rules, connections, reference
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
-from nanovllm_cli.mixer_spec import AttentionSpec, BlockIndexerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.rope_spec import RopeSpec
 
 ROTARY = 8

@@ -16,13 +16,12 @@ from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
 from nanovllm_cli.state_spec import DeltaSpec, WkvSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec, GatedStreamsSpec, StreamsSpec
+from nanovllm_cli.streams_spec import AnyStreams, GatedStreamsSpec, StreamsSpec
 
 Pooling = Literal["mean", "last", "cls"]
 """How the hidden rows of a text become one: their mean, the last, or the first."""
 
 
-AnyStreams = StreamsSpec | ConnectionsSpec | GatedStreamsSpec
 BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original", "sphere"]
 _NORMS: dict[BlockOrder, tuple[str, ...]] = {
     "pre": ("attention_norm", "mlp_norm"),

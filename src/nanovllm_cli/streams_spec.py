@@ -66,3 +66,6 @@ class GatedStreamsSpec:
     def num_outer(self, hidden_size: int) -> int:
         """Of what makes one of all behind the last layer."""
         return 2 * self.rank * self.count * hidden_size
+
+
+AnyStreams = StreamsSpec | ConnectionsSpec | GatedStreamsSpec

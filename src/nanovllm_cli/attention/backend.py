@@ -9,7 +9,8 @@ import torch
 from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
-from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable, NGramWeights
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
 from nanovllm_cli.kernels.wkv import WkvInputs
@@ -74,29 +75,6 @@ class IndexInputs(NamedTuple):
     q: torch.Tensor
     key: torch.Tensor
     weights: torch.Tensor
-
-
-class BlockIndexInputs(NamedTuple):
-    """What chooses blocks of a step's tokens goes by: projected [T, (heads + 1) * dim], each token's queries, and its raw key
-    behind them, which are yet to be normed and rotated; q_norm and k_norm [dim] are gains, eps and offset those of their norms.
-    See `BlockIndexerSpec`."""
-
-    projected: torch.Tensor
-    q_norm: torch.Tensor
-    k_norm: torch.Tensor
-    eps: float
-    offset: float
-
-
-class NGramWeights(NamedTuple):
-    """Of what joins streams by n-grams, beside projections: gains [3, S * n] of the norms of keys, streams, and what goes into
-    the convolution; its taps [K, S * n], `apart` tokens from each other. See `ngram_rules`."""
-
-    gains: torch.Tensor
-    eps: float
-    offset: float
-    taps: torch.Tensor
-    apart: int
 
 
 class WholeRows(NamedTuple):

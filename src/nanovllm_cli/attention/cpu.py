@@ -11,29 +11,29 @@ import torch
 
 from nanovllm_cli.attention.backend import (
     Angles,
-    BlockIndexInputs,
     DeltaWeights,
     HeadNorms,
     IndexInputs,
     LatentWeights,
-    NGramWeights,
     ScanWeights,
     WholeRows,
 )
+from nanovllm_cli.attention.by_blocks import ByBlocks, Where
 from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, keys_in, looked_at
 from nanovllm_cli.attention.kv_cache import STATE_PARTS, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import block_index, conv, cpu, delta, ngrams, scan, wkv
-from nanovllm_cli.kernels.block_index import IndexKeys, Where
+from nanovllm_cli.index_spec import IndexerSpec
+from nanovllm_cli.kernels import conv, cpu, delta, ngrams, scan, wkv
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
-from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable, NGramWeights
 from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.kernels.wkv import WkvInputs
-from nanovllm_cli.mixer_spec import AttentionSpec, BlockIndexerSpec, IndexerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 
@@ -122,7 +122,7 @@ class CpuAttention:
     chunk: int | None = None
     cross: CrossSpec | None = None
     _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
-    _of_blocks: dict[AttentionSpec, block_index.Gathered] = field(default_factory=dict, init=False)
+    _of_blocks: ByBlocks = field(default_factory=ByBlocks, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
@@ -201,11 +201,10 @@ class CpuAttention:
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
             spec.reads is not None, spec.qk_norm_of == "turned head", spec.found_dim,
         )  # fmt: skip
-        if spec.blocks is not None and index is not None:
-            where = Where(step.tiles[MAX_TILE_ROWS], step.query_starts, step.block_tables)
-            chosen = self._choose_blocks(spec.blocks, index, angles, cache, step, where)
-            if chosen is not None:
-                return self._attend_blocks(spec, q, chosen, (k, v), where)
+        if index is not None:
+            where = Where(step.tiles[MAX_TILE_ROWS], step.query_starts, step.block_tables, step.slots, step.run)
+            if (of_blocks := self._of_blocks.attend(spec, q, index, angles, cache, where)) is not None:
+                return of_blocks
 
         def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
             where = step if spec.chunk is None else step.chunks
@@ -220,41 +219,6 @@ class CpuAttention:
         if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step, both_ways=True)
         return out
-
-    def _choose_blocks(
-        self, spec: BlockIndexerSpec, index: BlockIndexInputs, angles: Angles, cache: LayerCache, step: CpuStep, where: Where
-    ) -> torch.Tensor | None:
-        """Keeps keys of these tokens, and says which blocks they see [T, most]; None where all see all."""
-        width, (kept, turned) = spec.heads * spec.dim, cache[2:]
-        keys = IndexKeys(kept, turned, spec.ratio)
-        block_index.keep_keys(index.projected[:, width:], *angles, index.k_norm, index.eps, index.offset, keys, where)
-        if step.block_tables.shape[1] * cpu.BLOCK <= spec.most_seen:  # see `_is_sparse`
-            return None
-        nowhere = torch.empty(cpu.cache_shapes(0, 1, spec.dim, self.dtype)[0], dtype=self.dtype)
-        norms = index.q_norm, None, None, index.eps, index.offset
-        q = cpu.rope_and_cache(
-            index.projected[:, :width], spec.heads, 1, spec.dim, *norms, *angles, False, step.slots, step.run, nowhere, None,
-            reads=True,
-        )  # fmt: skip
-        return block_index.choose(q, keys, spec.most, where)
-
-    def _attend_blocks(
-        self, spec: AttentionSpec, q: torch.Tensor, chosen: torch.Tensor, cache: tuple[torch.Tensor, torch.Tensor], where: Where
-    ) -> torch.Tensor:
-        """q [T, H, D] over the tokens of chosen blocks, and those behind the last whole one: [T, H * V]."""
-        assert spec.blocks is not None
-        if spec not in self._of_blocks:
-            sizes = spec.blocks.most, spec.blocks.ratio, spec.num_kv_heads, spec.head_dim, spec.found_dim
-            self._of_blocks[spec] = block_index.Gathered(*sizes, self.dtype, self.cache_dtypes)
-        gathered, found = self._of_blocks[spec], cpu.new_tensor((len(q), spec.num_heads * spec.found_dim), q.dtype)
-        for first in range(0, len(q), ROWS):
-            some = slice(first, min(len(q), first + ROWS))
-            tiles = gathered.gather(some, chosen, cache, where)
-            cpu.paged_attention(
-                q[some], gathered.keys, gathered.values, tiles, gathered.tables, spec.score_scale, 0, spec.softcap or 0.0, None,
-                out=found[some], value_dim=spec.found_dim,
-            )  # fmt: skip
-        return found
 
     def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
         (k, v), none = cache, torch.empty(len(kv), 0)

@@ -31,7 +31,6 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from nanovllm_cli.attention.backend import (
     Angles,
-    BlockIndexInputs,
     DeltaWeights,
     HeadNorms,
     IndexInputs,
@@ -45,6 +44,7 @@ from nanovllm_cli.attention.narrow_values import values_narrowed, values_widened
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention

@@ -16,6 +16,18 @@ from nanovllm_cli.kernels.indexer import ROWS
 from nanovllm_cli.kernels.simd_ir import LANES
 
 
+class BlockIndexInputs(NamedTuple):
+    """What chooses blocks of a step's tokens goes by: projected [T, (heads + 1) * dim], each token's queries, and its raw key
+    behind them, which are yet to be normed and rotated; q_norm and k_norm [dim] are gains, eps and offset those of their norms.
+    See `BlockIndexerSpec`."""
+
+    projected: torch.Tensor
+    q_norm: torch.Tensor
+    k_norm: torch.Tensor
+    eps: float
+    offset: float
+
+
 class IndexKeys(NamedTuple):
     """Of the cache: kept [N, BLOCK, dim], raw keys of tokens and keys of blocks; angles [N, BLOCK, rotary dims]. ratio: tokens
     of a block of those that are ranked. See `cpu_block_index`."""

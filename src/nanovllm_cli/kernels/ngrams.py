@@ -51,6 +51,17 @@ class NGramHashes(NamedTuple):
     end: int
 
 
+class NGramWeights(NamedTuple):
+    """Of what joins streams by n-grams, beside projections: gains [3, S * n] of the norms of keys, streams, and what goes into
+    the convolution; its taps [K, S * n], `apart` tokens from each other. See `ngram_rules`."""
+
+    gains: torch.Tensor
+    eps: float
+    offset: float
+    taps: torch.Tensor
+    apart: int
+
+
 Steps = tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]
 """query_starts [B + 1], kv_lens, known_lens [B] int32: see `Batch`; state_of [B] int32: which of the states is a sequence's."""
 

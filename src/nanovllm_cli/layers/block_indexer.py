@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from nanovllm_cli.attention.backend import BlockIndexInputs
+from nanovllm_cli.index_spec import BlockIndexerSpec
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots, table_slot
-from nanovllm_cli.mixer_spec import BlockIndexerSpec
 from nanovllm_cli.norm_spec import NormSpec
 
 

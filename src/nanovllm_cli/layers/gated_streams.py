@@ -14,11 +14,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.norm_spec import NormSpec
-from nanovllm_cli.streams_spec import GatedStreamsSpec
+from nanovllm_cli.streams_spec import AnyStreams, ConnectionsSpec, GatedStreamsSpec
 
 
 class GatedConnection:
@@ -71,3 +72,16 @@ class GatedStreams:
 
     def slots(self) -> Slots:
         return self.last.slots()
+
+
+def connections_of(
+    streams: AnyStreams | None, norm: NormSpec, width: int, kit: Kit
+) -> list[Connection] | list[GatedConnection]:
+    """What both halves of a layer read and write several streams by; none where there is one stream, or others."""
+    names = "attention_connection", "mlp_connection"
+    match streams:
+        case ConnectionsSpec():
+            return [Connection(streams, norm, width, kit, name) for name in names]
+        case GatedStreamsSpec():
+            return [GatedConnection(streams, norm, width, kit, name) for name in names]
+    return []

@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm_cli.attention.backend import NGramWeights, StepInputs
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
-from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable, NGramWeights
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot

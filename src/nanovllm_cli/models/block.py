@@ -10,13 +10,12 @@ from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState
 from nanovllm_cli.layers.altup import AltUp
 from nanovllm_cli.layers.attention import Attention
-from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.convolved import ConvolvedAttention
 from nanovllm_cli.layers.cross import Cross, Look
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.gated_norm import GatedNorm
-from nanovllm_cli.layers.gated_streams import GatedConnection
+from nanovllm_cli.layers.gated_streams import connections_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
@@ -35,7 +34,7 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec, GatedStreamsSpec, StreamsSpec
+from nanovllm_cli.streams_spec import StreamsSpec
 
 
 class Block:
@@ -65,7 +64,7 @@ class Block:
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.altup = AltUp(spec.streams, model.norm, width, kit) if isinstance(spec.streams, StreamsSpec) else None
-        self.connections = _connections(spec, model.norm, width, kit)
+        self.connections = connections_of(spec.streams, model.norm, width, kit)
         ngrams = spec.mixer.ngrams if isinstance(spec.mixer, DeltaSpec) else None
         self.ngrams = None if ngrams is None else NGrams(ngrams, model.norm, kit)
         assert self.ngrams is None or self.connections, "no model has these elsewhere"
@@ -277,17 +276,6 @@ class Block:
 
     def _take_factor(self, factor: float) -> None:
         self.factor = factor
-
-
-def _connections(spec: BlockSpec, norm: NormSpec, width: int, kit: Kit) -> list[Connection] | list[GatedConnection]:
-    """What its halves read and write several streams by; none where there is one stream, or others."""
-    names = "attention_connection", "mlp_connection"
-    match spec.streams:
-        case ConnectionsSpec() as streams:
-            return [Connection(streams, norm, width, kit, name) for name in names]
-        case GatedStreamsSpec() as gated:
-            return [GatedConnection(gated, norm, width, kit, name) for name in names]
-    return []
 
 
 def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:

@@ -8,7 +8,7 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.mixer_spec import BlockIndexerSpec
+from nanovllm_cli.index_spec import BlockIndexerSpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.deepseek import MAX_DIM
@@ -212,9 +212,8 @@ def _as_stored(ngrams: NGramSpec, layer: int, values: ReadValues, where: str) ->
 
 _LAYER, _PLE = "model.layers.{i}", "model.layers.{i}.ple"
 _CONNECTION = {"norm": "hc_norm", "down": "input_mix_weight_down", "up": "input_mix_weight_up", "inject": "block_inject_weight"}
-_DEFAULTS: dict[str, Any] = {
-    **QWEN3_NEXT.defaults, "num_hidden_layers": 40, "vocab_size": 248320, "num_experts_per_tok": 10, "partial_rotary_factor": 1.0,
-}  # fmt: skip
+_DEFAULTS: dict[str, Any] = {**QWEN3_NEXT.defaults, "num_hidden_layers": 40, "vocab_size": 248320}
+_DEFAULTS.pop("partial_rotary_factor")
 QWEN4_EXP = replace(
     QWEN3_NEXT,
     name="qwen4_exp",
