@@ -15,7 +15,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForImageTextToText, Qwen4ExpConfig, Qwen4ExpTextConfig
 
 from engines import engine_for, greedy, logprobs_of, random_model, run, save, worker_for
-from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.config import EngineConfig, Lora
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.models.families import spec_from_hf
@@ -27,6 +28,7 @@ from nanovllm_cli.planning.plan import make_plan
 from nanovllm_cli.state_spec import DeltaSpec, NGramSpec
 from nanovllm_cli.vision_spec import TokenIds
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from quantizing import quantize
 from test_convert_families import make_gguf
 from test_delta import (  # noqa: F401  # run here for the folder of this file
     LONG,
@@ -389,3 +391,26 @@ def test_one_that_sees_is_read_for_its_texts(tmp_path: Path) -> None:
     folder, tokens = save(model, tmp_path), with_ends(prompts(500)[:5])
     assert any(name.startswith("model.language_model.layers.0.ple.") for name in load_file(folder / "model.safetensors"))
     assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-5
+
+
+def test_a_gpu_and_adapters_are_refused_by_name(with_ngrams: tuple[Any, Path], tmp_path: Path) -> None:
+    with open_checkpoint(with_ngrams[1]) as checkpoint:
+        spec = facts_of(checkpoint).spec
+    platform = CudaPlatform.__new__(CudaPlatform)
+    with pytest.raises(UnsupportedError, match=r"\(Qwen4-Exp\) on a GPU are not supported yet"):
+        platform.backend(spec, torch.bfloat16)
+    with pytest.raises(UnsupportedError, match="adapters of a qwen4_exp model are not supported"):
+        worker_for(with_ngrams[1], lora=(Lora(str(tmp_path)),))
+
+
+def test_a_quantized_folder_is_read(with_ngrams: tuple[Any, Path], tmp_path: Path) -> None:
+    """Its table is what it was; calibration is refused."""
+    model, folder = with_ngrams
+    quantize("int8", tmp_path / "q", folder)
+    tokens = with_ends(prompts(SHAPE["vocab_size"])[:4])
+    assert difference(logits_of(worker_for(tmp_path / "q", dtype="float32"), tokens), expected_logits(model, tokens)) < 0.1
+    name = f"{TABLE.format(2)}.shard_5.weight"
+    stored, kept = (load_file(next(each.glob("*.safetensors")))[name] for each in (folder, tmp_path / "q"))
+    assert torch.equal(stored, kept)
+    with pytest.raises(UnsupportedError, match="is not calibrated yet: it has several streams"):
+        quantize("int8", tmp_path / "g", folder, algorithm="gptq", num_samples=1)
