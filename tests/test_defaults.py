@@ -56,6 +56,8 @@ OUR_OWN = {  # by architecture: what transformers has no key for, or another def
     "PaliGemmaForConditionalGeneration": {"hidden_act"},  # as a Gemma's
     "Qwen3_5MoeForCausalLM": {"intermediate_size"},
     "Qwen3_5MoeForConditionalGeneration": {"intermediate_size"},
+    "Qwen4ExpForCausalLM": {"intermediate_size"},
+    "Qwen4ExpForConditionalGeneration": {"intermediate_size"},
     "SolarOpenForCausalLM": {"intermediate_size"},
 }  # fmt: skip
 MODEL_TYPES: dict[str, str] = {}  # the first of several that share a class

@@ -136,6 +136,7 @@ from transformers import (
     Qwen3NextConfig,
     Qwen3VLConfig,
     Qwen3VLMoeConfig,
+    Qwen4ExpTextConfig,
     SarvamMoEConfig,
     SeedOssConfig,
     SmolLM3Config,
@@ -658,6 +659,13 @@ CASES: dict[str, Any] = {
     "qwen3.5 moe, 2 of 5 and shared": Qwen3_5MoeTextConfig(
         **{name: value for name, value in SMALL.items() if name != "intermediate_size"}, **DELTA, num_experts=5,
         num_experts_per_tok=2, moe_intermediate_size=33, shared_expert_intermediate_size=41, layer_types=DELTA_LAYERS[:3],
+    ),
+    "qwen4 exp, 2 of 5 and shared": Qwen4ExpTextConfig(
+        **{name: value for name, value in SMALL.items() if name != "intermediate_size"}, **DELTA, num_experts=5,
+        num_experts_per_tok=2, moe_intermediate_size=33, shared_expert_intermediate_size=41, layer_types=DELTA_LAYERS[:3],
+        hc_count=3, hc_lowrank=13, ple_layer_ids=[1], ple_embed_dim=40, heads_per_ngram=4, ngram_vocab_size_base=50,
+        split_ngram_parts=3, indexer_n_heads=9, indexer_kv_heads=1, indexer_head_dim=24, indexer_budget=15,
+        indexer_compress_ratio=3,
     ),
     "qwen3-next, 3 of 5 and shared": Qwen3NextConfig(
         **SMALL, **DELTA, num_experts=5, num_experts_per_tok=3, moe_intermediate_size=33, shared_expert_intermediate_size=41,

@@ -8,26 +8,10 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
+from nanovllm_cli.index_spec import BlockIndexerSpec, IndexerSpec
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
-
-
-@dataclass(frozen=True, slots=True)
-class IndexerSpec:
-    """Sparse attention (DeepSeek-V3.2, Liu et al. 2025): a query attends to those `most` tokens, of those up to its own, that
-    small heads score highest: `heads` queries of `dim` numbers, whose first ones rotate, and one key of a token for all of
-    them. See `reference.index_scores`. interleaved: as of `RopeSpec`. chooses: a layer that does not attends to what the last
-    one in front of it that does has chosen (GLM-5.2), and has no such heads. last_rotate: so many last numbers of a head do,
-    not its first ones (Hy4); 0: its first. eps: of the norm of its keys."""
-
-    heads: int
-    dim: int
-    most: int
-    interleaved: bool = False
-    chooses: bool = True
-    last_rotate: int = 0
-    eps: float = 1e-6
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,24 +69,25 @@ class AttentionSpec:
     """Attention with num_heads query heads over num_kv_heads key and value heads of head_dim.
 
     both_ways: a query sees the keys behind its own, too. scale: None for head_dim ** -0.5. window: keys a query sees, itself
-    included, with both_ways on either side; None for all. chunk: it sees none before its own chunk of so many tokens, a
-    multiple of 64. softcap: cap on scores. sinks: a learned logit a head that takes part in the softmax. rope None: no
-    positions. qk_norm: RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all
-    heads of q, and of k, together (OLMo 2), or of every head with gains of its own (PLaMo 2); without qk_gains the checkpoint
-    has nothing for it. value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of
-    the checkpoint, in this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it
-    attends to, having none of its own. clip: queries, keys and values are held between -clip and clip before they rotate,
-    behind norms of all heads (OLMo). gated: what a head finds is multiplied with the sigmoids of as many numbers, which the
-    checkpoint's q has behind each head's query; gate_apart: or which have a projection of their own; gate_by_head: of one
-    number a head then; gate_is: with what else of them (Laguna), of two to their power (K2 Horizon). found_norm: what all heads
-    find is normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than its
-    key; value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
+    included, with both_ways on either side; None for all. chunk: it sees none before its own chunk of so many tokens, a multiple
+    of 64. softcap: cap on scores. sinks: a learned logit a head that takes part in the softmax. rope None: no positions.
+    qk_norm: RMS norm of every head of q and k; qk_norm_of: or of each head as rope leaves it (Hunyuan), or of all heads of q,
+    and of k, together (OLMo 2), or of every head with gains of its own (PLaMo 2); without qk_gains the checkpoint has nothing
+    for it. value_norm: every head of v is divided by its root mean square. fused_qkv: q, k and v are one tensor of the
+    checkpoint, in this order. keys_are_values: k's projection gives both. reads: the layer before whose keys and values it
+    attends to, having none of its own. clip: queries, keys and values are held between -clip and clip before they rotate, behind
+    norms of all heads (OLMo). gated: what a head finds is multiplied with the sigmoids of as many numbers, which the
+    checkpoint's q has behind each head's query; gate_apart: or which have a projection of their own; gate_by_head: of one number
+    a head then; gate_is: with what else of them (Laguna), of two to their power (K2 Horizon). found_norm: what all heads find is
+    normed (BitNet). temperature: by which queries grow. value_dim: of a head's value, where it is narrower than its key;
+    value_scale: a factor of what heads find (MiMo-V2). latent: keys and values are made of what all heads share, so that
     num_kv_heads is 1 and head_dim what is kept of a token: a head's query is turned into what its key is made of, and rotates
     its first numbers. read_size: numbers of the rows that it reads, where they are not those of the residual stream. convolved:
-    queries and keys are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are
-    squares of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with.
-    query_gains: of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a
-    mixture whose experts are of one matrix (K2 Horizon). key_bias: whether keys have one, where qkv_bias (Whisper's do not).
+    queries and keys are, before they meet. query_factor (nGPT), of a "turned head": gains of each head's own queries are squares
+    of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with. query_gains:
+    of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a mixture whose
+    experts are of one matrix (K2 Horizon). key_bias: whether keys have one, where qkv_bias (Whisper's do not). blocks: what
+    chooses those that a query sees, None: it sees all up to its own token.
     """
 
     num_heads: int
@@ -141,6 +126,7 @@ class AttentionSpec:
     query_gains: tuple[float, ...] = ()
     values: MoESpec | None = None
     key_bias: bool = True
+    blocks: BlockIndexerSpec | None = None
 
     @property
     def past(self) -> ConvSpec:
@@ -190,8 +176,15 @@ class AttentionSpec:
         return None if self.latent is None else self.latent.indexer
 
     @property
+    def most_seen(self) -> int | None:
+        """Tokens that one sees at the most, where that is chosen."""
+        return self.blocks.most_seen if self.blocks is not None else None if self.indexer is None else self.indexer.most
+
+    @property
     def index_products(self) -> int:
         """Multiply-adds with which a token ranks one up to it."""
+        if self.blocks is not None:
+            return -(-self.blocks.heads * self.blocks.dim // self.blocks.ratio)
         return 0 if self.indexer is None or not self.indexer.chooses else self.indexer.heads * self.indexer.dim
 
     @property
@@ -219,6 +212,7 @@ class AttentionSpec:
         biases += queries * sum(factor is not None for factor in (self.query_factor, self.gate_factor))
         read_size = self.read_size or hidden_size
         values = 0 if self.values is None else self.values.num_weights(read_size)
+        values += 0 if self.blocks is None else read_size * (self.blocks.heads + 1) * self.blocks.dim
         return values + read_size * (queries + self.num_gates + keys) + hidden_size * found + biases + self.num_heads * self.sinks
 
     def num_active(self, hidden_size: int) -> int:

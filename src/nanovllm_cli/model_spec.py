@@ -15,8 +15,8 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.rope_spec import RopeSpec
-from nanovllm_cli.state_spec import WkvSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
+from nanovllm_cli.state_spec import DeltaSpec, WkvSpec
+from nanovllm_cli.streams_spec import AnyStreams, GatedStreamsSpec, StreamsSpec
 
 FARTHEST = 1 << 17
 """No model reads more at once that has a number for each distance and layers that go by nothing else."""
@@ -51,11 +51,12 @@ class BlockSpec:
 
     Of "pre" it may lack one of both (Nemotron-H) or both (Nemotron Ultra), which is None then. scaled: at its end x is times a
     number of the checkpoint's. bare: of "pre", its mixer reads x as it is, normed already (ModernBERT's first). rescaled: of
-    "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of "pre"
-    (Hy4). gated_norms: those of its norms, by name, whose numbers are times the sigmoids of as many, which two matrices make of
-    them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which has one of both: r is the size of the checkpoint's
-    number of a column times this. factors (Talkie): of "pre", of what its mixer, its MLP and, once more, the entry add. cross: of
-    "pre" with both, x += cross(norm(x)) between the two (Whisper). looks: instead of a mixer, see `LookSpec`."""
+    "pre", x and what joins it are (ZAYA1). streams: x is the first of several, of "sandwich" (Gemma 3n), or made of all, of
+    "pre" (Hy4, and Qwen4-Exp, where that is normed already). gated_norms: those of its norms, by name, whose numbers are times
+    the sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which
+    has one of both: r is the size of the checkpoint's number of a column times this. factors (Talkie): of "pre", of what its
+    mixer, its MLP and, once more, the entry add. cross: of "pre" with both, x += cross(norm(x)) between the two (Whisper).
+    looks: instead of a mixer, see `LookSpec`."""
 
     mixer: MixerSpec | None
     mlp: MLPSpec | MoESpec | None
@@ -63,7 +64,7 @@ class BlockSpec:
     scaled: bool = False
     bare: bool = False
     rescaled: bool = False
-    streams: StreamsSpec | ConnectionsSpec | None = None
+    streams: AnyStreams | None = None
     gated_norms: tuple[str, ...] = ()
     gate_rank: int = 0
     rate: float | None = None
@@ -74,6 +75,8 @@ class BlockSpec:
     @property
     def norms(self) -> tuple[str, ...]:
         """Those of its order, by name."""
+        if isinstance(self.streams, GatedStreamsSpec):
+            return ()
         has_none = self.mixer is None and self.looks is None
         lacking = {"attention_norm": has_none or self.bare, "mlp_norm": self.mlp is None}
         names = [name for name in _NORMS[self.order] if not lacking.get(name)]
@@ -86,7 +89,7 @@ class BlockSpec:
             return False
         if isinstance(self.mixer, WkvSpec):  # whose MLP reads what came of the token before, too
             return False
-        return self.bare or {"attention_norm", "mlp_norm"} <= set(self.norms)
+        return self.bare or isinstance(self.streams, GatedStreamsSpec) or {"attention_norm", "mlp_norm"} <= set(self.norms)
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width; norms left out."""
@@ -97,8 +100,14 @@ class BlockSpec:
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with."""
         parts = (self.mlp, self.mixer if isinstance(self.mixer, AttentionSpec) else None)
-        idle = (part.num_weights(hidden_size) - part.num_active(hidden_size) for part in parts if part is not None)
-        return self.num_weights(hidden_size) - sum(idle)
+        idle = sum(part.num_weights(hidden_size) - part.num_active(hidden_size) for part in parts if part is not None)
+        return self.num_weights(hidden_size) - idle - self.num_stored
+
+    @property
+    def num_stored(self) -> int:
+        """Numbers that stay in their files, of which a token takes a few rows."""
+        ngrams = self.mixer.ngrams if isinstance(self.mixer, DeltaSpec) else None
+        return 0 if ngrams is None else ngrams.num_stored
 
 
 @dataclass(frozen=True, slots=True)
@@ -296,7 +305,7 @@ class ModelSpec:
     @property
     def most_seen(self) -> int | None:
         """Tokens that one sees at the most in layers of sparse attention; None where there are none."""
-        return next((attention.indexer.most for attention in self.attentions if attention.indexer is not None), None)
+        return next((most for attention in self.attentions if (most := attention.most_seen) is not None), None)
 
     @property
     def dense_mlp(self) -> MLPSpec | None:
@@ -318,7 +327,7 @@ class ModelSpec:
         return {attention.rope for attention in self.attentions if attention.rope is not None}
 
     @property
-    def streams(self) -> StreamsSpec | ConnectionsSpec | None:
+    def streams(self) -> AnyStreams | None:
         """All layers have them, or none."""
         return self.blocks[0].streams
 

@@ -6,6 +6,7 @@ Frozen values without tensors.
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Literal
 
 
@@ -26,6 +27,57 @@ class ConvSpec:
 
 
 @dataclass(frozen=True, slots=True)
+class NGramSpec:
+    """Embeddings of n-grams in front of a layer with the delta rule (Qwen4-Exp): of each token, and each n-gram of 2 to
+    `longest` tokens that ends with it, a few rows of a table are one behind the other, `width` numbers together; which rows they
+    are is told by ids times multipliers, modulo sizes, one for each row, behind the sizes before it; see
+    `ngram_rules.ngram_rows`. `end`: the token behind which they begin anew. shards: rows of the table's parts, as a checkpoint
+    has it. streams: residual streams that keys and a value of all that are made for, see `ngram_rules.gated`; hidden: numbers of
+    each. taps: of a convolution, `longest` tokens apart.
+    """
+
+    longest: int
+    width: int
+    end: int
+    multipliers: tuple[int, ...]
+    sizes: tuple[int, ...]
+    shards: tuple[int, ...]
+    streams: int
+    hidden: int
+    taps: int
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """The first row of each."""
+        return tuple(accumulate(self.sizes[:-1], initial=0))
+
+    @property
+    def row_width(self) -> int:
+        """Numbers of a row of the table."""
+        return self.width // len(self.sizes)
+
+    @property
+    def channels(self) -> int:
+        """Of the convolution."""
+        return self.streams * self.hidden
+
+    @property
+    def num_before(self) -> int:
+        """Tokens whose inputs of the convolution a token needs, beside its own."""
+        return (self.taps - 1) * self.longest
+
+    @property
+    def num_stored(self) -> int:
+        """Numbers of the table, which stays in its files."""
+        return sum(self.shards) * self.row_width
+
+    @property
+    def num_multiplied(self) -> int:
+        """Numbers of all else; norms left out."""
+        return self.width * (self.channels + self.hidden) + self.taps * self.channels
+
+
+@dataclass(frozen=True, slots=True)
 class DeltaSpec:
     """The gated delta rule in place of attention (Qwen3-Next): see `kernels.state_rules.gated_delta`. Value heads of value_dim
     have a state of key_dim rows each; num_keys divides num_values. tiled: which of them share a key head. log_decay: the
@@ -35,7 +87,8 @@ class DeltaSpec:
     largest beta. eps: of its norm, None: as of the model's others. channel_rank: a decay of each channel of a key (Kimi Linear,
     see `state_rules.channel_delta`), which is made by way of so many numbers, and so are gates of its outputs; 0: one of each
     head. least_step: what time steps of mamba's are at least (Zamba 2). at_once: both are made of the hidden state at once
-    instead (Ling 3.0). floor: see `kernels.states.ByChannel`.
+    instead (Ling 3.0). floor: see `kernels.states.ByChannel`. by_sigmoid: what it finds is times sigmoids of z, not times its
+    silu. ngrams: what joins the residual streams in front of it, and keeps something beside its states.
     """
 
     num_keys: int
@@ -55,6 +108,8 @@ class DeltaSpec:
     least_step: float = 0.0
     at_once: bool = False
     floor: float = 0.0
+    by_sigmoid: bool = False
+    ngrams: NGramSpec | None = None
 
     @property
     def keys(self) -> int:
@@ -90,7 +145,8 @@ class DeltaSpec:
             matrices += 0 if self.at_once else rank * (decays + self.values)
             return matrices + self.channels * self.width + self.num_values + decays
         gates = 1 if self.mamba else 2
-        matrices = hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
+        ngrams = 0 if self.ngrams is None else self.ngrams.num_stored + self.ngrams.num_multiplied
+        matrices = ngrams + hidden_size * (self.channels + 2 * self.values + gates * self.num_values)
         tables = self.num_values * (3 if self.mamba else 2) + self.channels * self.conv_bias
         return matrices + self.channels * self.width + tables
 

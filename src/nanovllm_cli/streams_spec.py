@@ -48,3 +48,24 @@ class ConnectionsSpec:
     def num_outer(self, hidden_size: int) -> int:
         """Of what makes one of all behind the last layer."""
         return self.count * (self.count * hidden_size + 1) + 1
+
+
+@dataclass(frozen=True, slots=True)
+class GatedStreamsSpec:
+    """Gated residual streams (Qwen4-Exp; see `layers/gated_streams.py`): attention and MLP each read the mean of all `count`
+    streams, normed by themselves and each number times a sigmoid that is made of all of them by way of `rank` numbers. What they
+    make joins each stream times a weight of its own, which a token's streams make, too."""
+
+    count: int
+    rank: int
+
+    def num_weights(self, hidden_size: int) -> int:
+        """Of a layer, both halves; norms left out."""
+        return 2 * (self.num_outer(hidden_size) + self.count**2 * hidden_size)
+
+    def num_outer(self, hidden_size: int) -> int:
+        """Of what makes one of all behind the last layer."""
+        return 2 * self.rank * self.count * hidden_size
+
+
+AnyStreams = StreamsSpec | ConnectionsSpec | GatedStreamsSpec

@@ -9,6 +9,8 @@ import torch
 from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable, NGramWeights
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
 from nanovllm_cli.kernels.wkv import WkvInputs
@@ -148,11 +150,12 @@ class AttentionBackend(CacheLayout, Protocol):
         cache: LayerCache,
         step: Any,
         distances: torch.Tensor | None = None,
+        index: BlockIndexInputs | None = None,
     ) -> torch.Tensor:
         """qkv [T, (H + K) * D + K * V] -> [T, H * V], V being spec.found_dim: norm and rotate q and k, write k and v to the
         cache, attend over each token's sequence. With spec.reads qkv is [T, H * D]: the cache, another layer's, has this step's
         k and v already.
-        distances: of its heads, see `layers/distances.py`."""
+        distances: of its heads, see `layers/distances.py`. index: of a layer with spec.blocks."""
 
     def attend_latent(
         self,
@@ -227,3 +230,15 @@ class AttentionBackend(CacheLayout, Protocol):
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: Any
     ) -> torch.Tensor:
         """-> [T, C]: see `wkv_rules.wkv7`, of each token's sequence."""
+
+    def ngram_rows(
+        self, ids: torch.Tensor, table: NGramTable, hashes: NGramHashes, dtype: torch.dtype, cache: LayerCache, step: Any
+    ) -> torch.Tensor:
+        """ids [T] int64 -> [T, width]: rows of each token's n-grams, see `ngram_rules.ngram_rows`. `recur` has to follow in the
+        layer, as it says what the cache has."""
+
+    def join_ngrams(
+        self, keys: torch.Tensor, value: torch.Tensor, streams: torch.Tensor, weights: NGramWeights, cache: LayerCache, step: Any
+    ) -> None:
+        """streams [S, T, n] get what keys [T, S * n] and value [T, n] of a token's n-grams add, in place: see `ngram_rules`.
+        Between `ngram_rows` and `recur`."""

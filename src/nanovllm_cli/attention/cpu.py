@@ -18,18 +18,22 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
+from nanovllm_cli.attention.by_blocks import ByBlocks, Where
 from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, keys_in, looked_at
-from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
+from nanovllm_cli.attention.kv_cache import STATE_PARTS, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
-from nanovllm_cli.kernels import conv, cpu, delta, scan, wkv
+from nanovllm_cli.index_spec import IndexerSpec
+from nanovllm_cli.kernels import conv, cpu, delta, ngrams, scan, wkv
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
+from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable, NGramWeights
 from nanovllm_cli.kernels.states import ByChannel, States
 from nanovllm_cli.kernels.wkv import WkvInputs
-from nanovllm_cli.mixer_spec import AttentionSpec, IndexerSpec
+from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
 
@@ -118,12 +122,16 @@ class CpuAttention:
     chunk: int | None = None
     cross: CrossSpec | None = None
     _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
+    _of_blocks: ByBlocks = field(default_factory=ByBlocks, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes, mixer.found_dim)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
+        if (blocks := mixer.blocks) is not None:
+            assert mixer.rope is not None
+            return [*parts, *(((cpu.BLOCK, width), self.dtype) for width in (blocks.dim, mixer.rope.dim))]
         if mixer.latent is None:
             return parts
         if (indexer := mixer.latent.own_indexer) is None:
@@ -186,12 +194,17 @@ class CpuAttention:
         cache: LayerCache,
         step: CpuStep,
         distances: torch.Tensor | None = None,
+        index: BlockIndexInputs | None = None,
     ) -> torch.Tensor:
-        k, v = cache
+        k, v = cache[:2]
         q = cpu.rope_and_cache(
             qkv, spec.num_heads, spec.num_kv_heads, spec.head_dim, *norm, *angles, spec.interleaved, step.slots, step.run, k, v,
             spec.reads is not None, spec.qk_norm_of == "turned head", spec.found_dim,
         )  # fmt: skip
+        if index is not None:
+            where = Where(step.tiles[MAX_TILE_ROWS], step.query_starts, step.block_tables, step.slots, step.run)
+            if (of_blocks := self._of_blocks.attend(spec, q, index, angles, cache, where)) is not None:
+                return of_blocks
 
         def found(q: torch.Tensor, step: CpuStep, *, both_ways: bool) -> torch.Tensor:
             where = step if spec.chunk is None else step.chunks
@@ -301,9 +314,8 @@ class CpuAttention:
         step: CpuStep,
         by_channel: ByChannel | None = None,
     ) -> torch.Tensor:
-        return delta.gated_delta(
-            projected, gates, *weights, spec.tiled, States(*cache), *step.for_states, spec.most, by_channel
-        )
+        states, rest = States(*cache[:STATE_PARTS]), (spec.most, by_channel, spec.by_sigmoid)
+        return delta.gated_delta(projected, gates, *weights, spec.tiled, states, *step.for_states, *rest)
 
     def mix_inputs(
         self, spec: ScanSpec, projected: torch.Tensor, weights: ScanWeights, cache: LayerCache, step: CpuStep
@@ -332,6 +344,23 @@ class CpuAttention:
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CpuStep
     ) -> torch.Tensor:
         return wkv.wkv7(inputs, tables, spec.eps, States(*cache), *step.for_states)
+
+
+    def ngram_rows(
+        self, ids: torch.Tensor, table: NGramTable, hashes: NGramHashes, dtype: torch.dtype, cache: LayerCache, step: CpuStep
+    ) -> torch.Tensor:
+        return ngrams.gather(ids, table, hashes, dtype, *_with_past(cache), step.for_states)
+
+    def join_ngrams(
+        self, keys: torch.Tensor, value: torch.Tensor, streams: torch.Tensor, weights: NGramWeights, cache: LayerCache,
+        step: CpuStep,
+    ) -> None:  # fmt: skip
+        ngrams.join(keys, value, streams, *weights, *_with_past(cache), step.for_states)
+
+
+def _with_past(cache: LayerCache) -> tuple[NGramPast, States]:
+    """Of a layer with n-grams."""
+    return NGramPast(*cache[STATE_PARTS:]), States(*cache[:STATE_PARTS])
 
 
 def _is_sparse(indexer: IndexerSpec, step: CpuStep) -> bool:

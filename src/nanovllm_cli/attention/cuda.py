@@ -22,7 +22,7 @@ from __future__ import annotations
 
 import itertools
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -44,7 +44,9 @@ from nanovllm_cli.attention.narrow_values import values_narrowed, values_widened
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
+from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.causal_conv import causal_conv
+from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
@@ -256,7 +258,9 @@ class CudaAttention:
         cache: LayerCache,
         step: CudaStep,
         distances: torch.Tensor | None = None,
+        index: BlockIndexInputs | None = None,
     ) -> torch.Tensor:
+        assert index is None, "the platform refuses such models"
         if spec.found_dim != spec.head_dim:
             wide = values_widened(self.launcher, qkv, spec), norm, angles, sinks, cache, step, distances
             return values_narrowed(self.launcher, self.attend(replace(spec, value_dim=None), *wide), spec)
@@ -361,6 +365,12 @@ class CudaAttention:
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
         raise UnsupportedError(*NO_WKV)
+
+    def ngram_rows(self, *_: Any) -> torch.Tensor:
+        raise UnsupportedError(*NO_GATED_STREAMS)
+
+    def join_ngrams(self, *_: Any) -> None:
+        raise UnsupportedError(*NO_GATED_STREAMS)
 
     def _token_rows(self, batch: Batch) -> TokenRows:
         """On the device, as a recorded step's lengths are known there."""

@@ -22,7 +22,7 @@ import torch
 from nanovllm_cli.attention.reach import reaches
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
-from nanovllm_cli.state_spec import ConvSpec, StateSpec
+from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
 
 ALIGNMENT = 64
 """Of each tensor: the kernels' widest loads, and lines of a CPU's caches."""
@@ -49,12 +49,16 @@ BlockPart = tuple[tuple[int, ...], torch.dtype]
 
 
 STATE_PARTS = 6
-"""Tensors of what a layer keeps in a state."""
+"""Tensors of what a layer keeps in a state, but for what n-grams need of the tokens before."""
 
 
 def state_parts(mixer: StateSpec, dtype: torch.dtype, max_guesses: int) -> list[BlockPart]:
-    """Of one of `States`."""
+    """Of one of `States`, and of `NGramPast` behind it, where there are n-grams."""
     values, gates = mixer.num_values, mixer.num_gates
+    ngrams = mixer.ngrams if isinstance(mixer, DeltaSpec) else None
+    past: list[BlockPart] = []
+    if ngrams is not None:
+        past = [((2, ngrams.num_before, ngrams.channels), dtype), ((2, ngrams.longest - 1), torch.int32)]
     return [
         ((2, values, mixer.key_dim, mixer.value_dim), torch.float32),
         ((2, mixer.width - 1, mixer.channels), dtype),
@@ -62,6 +66,7 @@ def state_parts(mixer: StateSpec, dtype: torch.dtype, max_guesses: int) -> list[
         ((2, max_guesses, gates), torch.float32),
         ((2, values), torch.int32),
         ((2, values), torch.int32),
+        *past,
     ]
 
 

@@ -149,7 +149,7 @@ def _record(
         "name": found.name, "repo": found.repo, "revision": found.revision, "quant": found.quant, "path": str(found.path),
         "format": found.format, "file_bytes": found.num_bytes, "architecture": spec.architecture,
         "parameters": facts.num_parameters, "active_parameters": facts.num_active,
-        "stored": facts.stored, "tensor_bytes": facts.num_bytes,
+        "stored": facts.stored, "tensor_bytes": facts.num_bytes, "disk_bytes": facts.disk_bytes,
         "layers": spec.num_layers, "encoder_layers": 0 if spec.encoder is None else spec.encoder.num_layers,
         "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
         "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts),
@@ -296,6 +296,8 @@ def _print(
     if tokenizer is not None:
         shown = (f"{role} {', '.join(f'{text} ({i})' for text, i in tokens)}" for role, tokens in _special(tokenizer).items())
         lines.append(("special", one_line("; ".join(shown)) or "none"))
+    if facts.disk_bytes:
+        lines.insert(3, ("n-grams", f"{size(facts.disk_bytes)} of tables, which stay on the disk: a token reads a few rows"))
     out = aligned(lines, left=(0, 1))
     cells = [("tensors", "count", "numbers", "stored as", "", "bits a number")]
     cells += [

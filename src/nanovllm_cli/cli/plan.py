@@ -206,6 +206,8 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
         senses = {"images": facts.vision, "sounds": facts.hearing, "videos": video}
         what = " and ".join(name for name, sense in senses.items() if sense is not None)
         yield f"{what} are read by a part that takes more, once there is one; nanovllm models show says how much"
+    if facts.disk_bytes:
+        yield f"{size(facts.disk_bytes)} of that are tables of n-grams, which stay on the disk: a token reads a few rows of them"
     machine = f"computed on {made.processor} in {made.dtype}, {size(made.free_bytes)} of memory free"
     if made.speed is not None:
         machine += f", which is read at {made.speed.read_gb_s:.1f} GB/s"

@@ -40,6 +40,7 @@ from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
+from nanovllm_cli.streams_spec import GatedStreamsSpec
 
 MOST_DRAFTED = 4 if simd_planes.SEVERAL else 8
 """Where four rows are multiplied in one pass they take half as long again as one, and eight two and a half times as long.
@@ -153,6 +154,13 @@ class CpuPlatform:
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CpuAttention:
         states = [state_in(mixer) for mixer in spec.mixers]
+        has_ngrams = any(isinstance(state, DeltaSpec) and state.ngrams is not None for state in states)
+        if isinstance(spec.streams, GatedStreamsSpec) and self.config.tensor_parallel_size > 1:
+            hint = "leave --tensor-parallel-size out"
+            raise UnsupportedError(f"a {spec.architecture} model is not divided among processes: it has gated streams", hint)
+        if has_ngrams and most_guesses(self.config):
+            what = f"guesses of a {spec.architecture} model's tokens: what it keeps of n-grams cannot be taken back"
+            raise UnsupportedError(what, "leave --speculate, --draft-model and --mtp out")
         is_latent = any(attention.latent is not None for attention in spec.attentions)
         is_convolved = any(attention.convolved is not None for attention in spec.attentions)
         needed = {
@@ -163,7 +171,10 @@ class CpuPlatform:
             "wkv": any(isinstance(state, WkvSpec) for state in states),
             "delta": any(isinstance(state, DeltaSpec) for state in states),
             "latent": is_latent,
-            "sparse": spec.most_seen is not None,
+            "sparse": any(attention.indexer is not None for attention in spec.attentions),
+            "blocks": any(attention.blocks is not None for attention in spec.attentions),
+            "gated": isinstance(spec.streams, GatedStreamsSpec),
+            "ngrams": has_ngrams,
         }
         self._kinds |= dict.fromkeys(name for name, is_needed in needed.items() if is_needed)
         if is_latent:

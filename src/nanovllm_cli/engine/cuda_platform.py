@@ -23,6 +23,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
+from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
@@ -41,6 +42,7 @@ from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.state_spec import WkvSpec
+from nanovllm_cli.streams_spec import GatedStreamsSpec
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
@@ -208,6 +210,8 @@ class CudaPlatform:
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
         if (spec.cross or spec.looks) is not None:
             raise UnsupportedError("attention to what an encoder has made, on a GPU", "add --device cpu")
+        if isinstance(spec.streams, GatedStreamsSpec):
+            raise UnsupportedError(*NO_GATED_STREAMS)
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         longest = self._longest(spec.max_position)
         chunk = spec.chunk if spec.chunk is not None and longest > spec.chunk else None

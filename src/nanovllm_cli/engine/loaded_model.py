@@ -35,6 +35,7 @@ from nanovllm_cli.quant.low_rank import Beside, Chosen, padded, side_by_side
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.reading_spec import ReadingSpec
 from nanovllm_cli.state_spec import DeltaSpec
+from nanovllm_cli.streams_spec import GatedStreamsSpec
 from nanovllm_cli.weights.adapted import Sums, adapt
 from nanovllm_cli.weights.adapter import stamps
 from nanovllm_cli.weights.checkpoint import Checkpoint
@@ -91,6 +92,8 @@ class LoadedModel:
         if config.lora_modules and self.spec.encoder is not None:
             told = "adapters that requests choose, of a model whose encoder reads texts"
             raise UnsupportedError(told, "--lora FILE applies one to all requests")
+        if (config.lora or config.lora_modules) and isinstance(self.spec.streams, GatedStreamsSpec):
+            raise UnsupportedError(f"adapters of a {self.spec.architecture} model are not supported", "leave --lora out")
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)

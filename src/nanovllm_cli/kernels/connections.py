@@ -6,6 +6,9 @@ import torch
 
 from nanovllm_cli.kernels import cpu, cpu_connections
 
+NO_GATED_STREAMS = "gated residual streams (Qwen4-Exp) on a GPU are not supported yet", "add --device cpu"
+"""An error's words and hint."""
+
 
 def spread(x: torch.Tensor, count: int) -> torch.Tensor:
     """x [T, width] -> [count, T, width], all alike."""
@@ -49,3 +52,27 @@ def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Ten
         cpu.address_of(found, streams.dtype, tokens, width), cpu.address_of(weights, torch.float32, tokens, count),
     )  # fmt: skip
     cpu.launch(cpu_connections.write_streams, 2 * streams.numel(), cpu.tags_of(streams.dtype), ints)
+
+
+def norm_streams(streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """streams [S, T, width] -> [T, S * width]; gains [S * width]; see `reference.norm_streams`."""
+    count, tokens, width = streams.shape
+    out = cpu.new_tensor((tokens, count * width), streams.dtype)
+    ints = (
+        cpu.address_of(streams, streams.dtype, count, tokens, width), count, tokens, width,
+        cpu.address_of(gains, streams.dtype, count * width), out.data_ptr(),
+    )  # fmt: skip
+    cpu.launch(cpu_connections.norm_streams, 4 * streams.numel(), cpu.tags_of(streams.dtype), ints, (eps, offset))
+    return out
+
+
+def mix_streams(normed: torch.Tensor, gates: torch.Tensor, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+    """normed, gates [T, S * width] -> [T, width]; weights [T, S] fp32 are changed in place; see `reference.mix_streams`."""
+    tokens, wide = normed.shape
+    out = cpu.new_tensor((tokens, wide // count), normed.dtype)
+    ints = (
+        cpu.address_of(normed, normed.dtype, tokens, wide), cpu.address_of(gates, normed.dtype, tokens, wide), count, tokens,
+        wide // count, 0 if weights is None else cpu.address_of(weights, torch.float32, tokens, count), out.data_ptr(),
+    )  # fmt: skip
+    cpu.launch(cpu_connections.mix_streams, 16 * normed.numel(), cpu.tags_of(normed.dtype), ints)
+    return out

@@ -1,5 +1,5 @@
 """What layers whose halves read and write several residual streams do beside attention and MLP on the CPU (hyper-connections, Zhu
-et al. 2024). See `reference` for the formulas.
+et al. 2024, and the gated streams of Qwen4-Exp). See `reference` for the formulas.
 
 Streams lie one behind the other, [S, T, width]. What becomes of a token is made of its own streams alone, in one order of sums.
 Legend: S streams, T tokens.
@@ -10,6 +10,7 @@ from __future__ import annotations
 import numpy as np
 from numba import carray
 
+from nanovllm_cli.kernels.cpu_fused import sigmoid
 from nanovllm_cli.kernels.cpu_numbers import FAST, floats_at, keep, load, scratch, store
 from nanovllm_cli.kernels.entry import fields, kernel, share
 from nanovllm_cli.kernels.simd import typed_pointer
@@ -90,3 +91,49 @@ def write_streams(arguments, thread, team):
         line, mine, factor = lines[s, r], made[r], factors[r, s]
         for i in range(width):
             store(line, i, factor * load(mine, i) + load(line, i))
+
+
+@kernel(fastmath=FAST)
+def norm_streams(arguments, thread, team):
+    """out [T, S * width]: of each of streams [S, T, width] its numbers divided by their root mean square, times offset + gains
+    [S, width]; those of a token lie behind each other. Work is split by tokens and streams."""
+    tag, streams, count, num_rows, width, gains, out, eps, offset = fields(arguments)
+    lines = carray(typed_pointer(streams, tag), (count, num_rows, width))
+    factors = carray(typed_pointer(gains, tag), (count, width))
+    normed = carray(typed_pointer(out, tag), (num_rows, count, width))
+    for task in share(num_rows * count, thread, team):
+        r, s = task // count, task % count
+        line, factor, target = lines[s, r], factors[s], normed[r, s]
+        square = sum_of_squares(tag, line.ctypes.data, width)
+        inverse = np.float32(1.0) / np.sqrt(square / np.float32(width) + np.float32(eps))
+        for i in range(width):
+            store(target, i, load(line, i) * inverse * (np.float32(offset) + load(factor, i)))
+
+
+@kernel(fastmath=FAST)
+def mix_streams(arguments, thread, team):
+    """out [T, width] = the mean of what lies in normed [T, S * width] of S streams, each number times the sigmoid of that in
+    gates, which lie alike. weights [T, S] fp32, if there are any (0: none), become 2 * sigmoid(weight / S). Work is split by
+    tokens."""
+    tag, normed, gates, count, num_rows, width, weights, out = fields(arguments)
+    lines = carray(typed_pointer(normed, tag), (num_rows, count, width))
+    logits = carray(typed_pointer(gates, tag), (num_rows, count, width))
+    means = carray(typed_pointer(out, tag), (num_rows, width))
+    written = carray(typed_pointer(weights, np.float32(0)), (num_rows, count))
+    share_of_one = np.float32(1.0) / np.float32(count)
+    memory = scratch(4 * width)
+    total = floats_at(memory.ctypes.data, (width,))
+    for r in share(num_rows, thread, team):
+        for i in range(width):
+            total[i] = np.float32(0.0)
+        for s in range(count):
+            line, logit = lines[r, s], logits[r, s]
+            for i in range(width):
+                total[i] += load(line, i) * sigmoid(load(logit, i))
+        target = means[r]
+        for i in range(width):
+            store(target, i, total[i] * share_of_one)
+        if weights != 0:
+            for s in range(count):
+                written[r, s] = np.float32(2.0) * sigmoid(written[r, s] * share_of_one)
+    keep(memory)

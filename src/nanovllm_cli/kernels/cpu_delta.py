@@ -262,12 +262,12 @@ def gated_delta(arguments, thread, team):
     Where skip is not 0, [V] fp32, the rule is Mamba-2's: gates [T, V]. taps_bias [channels], or 0 for none. together: value
     heads a task. Where rates is not 0, [T, V, E] fp32, a state decays by channel: gates [T, V] are b, rates a, decay_bias is
     [V, E], guess_gates have b and then a; projected [T, channels] has no z, which is [T, V * D]. most: the largest beta.
-    floor: see `states.ByChannel`.
+    floor: see `states.ByChannel`. by_sigmoid: outputs are multiplied with sigmoids of z, as they are by channel.
     """
     (
         tag, projected, gates, num_tokens, taps, width, decay, decay_bias, norm, skip, taps_bias, num_keys, key_dim, num_values,
         value_dim, together, tiled, states, inputs, guesses, guess_gates, stamps, reaches, num_states, max_guesses, starts, lens,
-        known_lens, state_of, num_sequences, rates, z, out, eps, most, floor,
+        known_lens, state_of, num_sequences, rates, z, out, by_sigmoid, eps, most, floor,
     ) = fields(arguments)  # fmt: skip
     values, least = num_values * value_dim, np.float32(floor)
     channels = 2 * num_keys * key_dim + values
@@ -423,8 +423,8 @@ def gated_delta(arguments, thread, team):
                     if mamba:
                         v = floats_at(at_v + c * line_v + beside, (value_dim,))
                         _finish_mamba(found, v, skip_of[h], z_of[token], first_z + first, result[token], first)
-                    elif by_channel:
-                        _finish_by_sigmoid(found, gains, eps, z_of[token], first, result[token], first)
+                    elif by_channel or by_sigmoid != 0:
+                        _finish_by_sigmoid(found, gains, eps, z_of[token], first_z + first, result[token], first)
                     else:
                         _finish(found, gains, eps, z_of[token], first_z + first, result[token], first)
             state = left

@@ -119,7 +119,7 @@ def choose(arguments, thread, team):
 
 
 @inner
-def _copy(source, target, count, unit):
+def copy_units(source, target, count, unit):
     """count times a unit of 4, 2 or 1 bytes, each BLOCK of them behind the one before."""
     if unit == 4:
         a, b = typed_pointer(source, np.uint32(0)), typed_pointer(target, np.uint32(0))
@@ -167,7 +167,7 @@ def gather_keys(arguments, thread, team):
                 continue
             place = np.int64(places[row, block * BLOCK + j])
             source = kept + np.int64(tables[seq, place // BLOCK]) * record
-            _copy(source + place % BLOCK * unit, own + j * unit, units, unit)
+            copy_units(source + place % BLOCK * unit, own + j * unit, units, unit)
             if scale_bytes > 0:
                 behind = units * BLOCK * unit
-                _copy(source + behind + place % BLOCK * 4, own + behind + j * 4, 1, 4)
+                copy_units(source + behind + place % BLOCK * 4, own + behind + j * 4, 1, 4)

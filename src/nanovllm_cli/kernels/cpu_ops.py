@@ -35,6 +35,8 @@ class CpuOps:
     spread = staticmethod(connections.spread)
     read_streams = staticmethod(connections.read_streams)
     write_streams = staticmethod(connections.write_streams)
+    norm_streams = staticmethod(connections.norm_streams)
+    mix_streams = staticmethod(connections.mix_streams)
     sparse_gate = staticmethod(altups.sparse_gate)
     scan_parts = staticmethod(scan.scan_parts)
     squash = staticmethod(wkv.squash)

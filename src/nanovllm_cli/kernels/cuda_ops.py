@@ -26,6 +26,7 @@ from nanovllm_cli.kernels import (
     temper,
     xielu,
 )
+from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
 from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
@@ -147,6 +148,12 @@ class CudaOps:
 
     def squash(self, x: torch.Tensor, kind: Squash, dtype: torch.dtype) -> torch.Tensor:
         raise UnsupportedError(*NO_WKV)
+
+    def norm_streams(self, streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        raise UnsupportedError(*NO_GATED_STREAMS)
+
+    def mix_streams(self, normed: torch.Tensor, gates: torch.Tensor, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+        raise UnsupportedError(*NO_GATED_STREAMS)
 
     def widened(self, x: torch.Tensor, count: int) -> torch.Tensor:
         wide = torch.empty(len(x), x.shape[1] + count, dtype=x.dtype, device=x.device)

@@ -32,11 +32,12 @@ def gated_delta(
     state_of: torch.Tensor,
     most: float = 1.0,
     by_channel: ByChannel | None = None,
+    by_sigmoid: bool = False,
 ) -> torch.Tensor:
     """projected [T, channels + V * D], gates [T, 2 * V] fp32 -> [T, V * D]: see `state_rules.gated_delta`, of each sequence
     behind what its state has of it; NaN where it has nothing. With skip [V] fp32 see `state_rules.state_space`: gates are [T, V],
     and norm is not read. With by_channel see `state_rules.channel_delta`: projected is [T, channels], gates are [T, V],
-    decay_bias is [V * E]. most: the largest beta.
+    decay_bias is [V * E]. most: the largest beta. by_sigmoid: of z, in place of its silu.
 
     taps [width, channels], taps_bias [channels]; decay, decay_bias [V], norm [D] fp32. query_starts [B + 1], kv_lens, known_lens
     [B] int32: see `Batch`. state_of [B] int32: which of the states is a sequence's.
@@ -70,7 +71,7 @@ def gated_delta(
         cpu.address_of(known_lens, i32, num_sequences), cpu.address_of(state_of, i32, num_sequences), num_sequences,
         0 if by_channel is None else cpu.address_of(by_channel.rates, f32, tokens, num_values * key_dim),
         0 if by_channel is None else cpu.address_of(by_channel.z, dtype, tokens, values),
-        out.data_ptr(),
+        out.data_ptr(), int(by_sigmoid),
     )  # fmt: skip
     work = tokens * num_values * key_dim * value_dim * 4
     cpu.launch(cpu_delta.gated_delta, work, cpu.tags_of(dtype), ints, (eps, most, floor))

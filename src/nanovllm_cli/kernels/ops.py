@@ -175,6 +175,12 @@ class Ops(Protocol):
     def write_streams(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
         """streams [S, T, n] += found [T, n] times weights [T, S] fp32, in place."""
 
+    def norm_streams(self, streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+        """streams [S, T, n] -> [T, S * n], gains [S * n]: see `reference.norm_streams`."""
+
+    def mix_streams(self, normed: torch.Tensor, gates: torch.Tensor, count: int, weights: torch.Tensor | None) -> torch.Tensor:
+        """normed, gates [T, S * n] -> [T, n]; weights [T, S] fp32 are changed in place: see `reference.mix_streams`."""
+
     def sparse_gate(self, x: torch.Tensor, cutoff: float) -> torch.Tensor:
         """x [T, n] itself, which may be columns of a wider tensor, changed in place as `reference.sparse_gate` has it."""
 

@@ -118,6 +118,23 @@ def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Ten
     return (wide(streams) + wide(weights).T[:, :, None] * wide(found)).to(streams.dtype)
 
 
+def norm_streams(streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
+    """streams [S, T, width], each row divided by its root mean square and times offset + gains [S * width], those of a token
+    behind each other: [T, S * width]."""
+    rows = wide(streams).transpose(0, 1)
+    normed = rows * torch.rsqrt(rows.pow(2).mean(-1, keepdim=True) + eps)
+    return (normed.flatten(1) * (offset + wide(gains))).to(streams.dtype)
+
+
+def mix_streams(
+    normed: torch.Tensor, gates: torch.Tensor, count: int, weights: torch.Tensor | None
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """The mean over `count` streams of normed * sigmoid(gates), both [T, S * width], and 2 * sigmoid(weights / S) of weights [T,
+    S], where there are some (Qwen4-Exp)."""
+    mean = (wide(normed) * torch.sigmoid(wide(gates))).view(len(normed), count, -1).mean(1)
+    return mean.to(normed.dtype), None if weights is None else 2 * torch.sigmoid(weights / count)
+
+
 def sparse_gate(x: torch.Tensor, cutoff: float) -> torch.Tensor:
     """What numbers are above the mean of their row and cutoff times its deviation, or 0: of normal ones few (Gemma 3n; Spark
     Transformer, You et al. 2025)."""

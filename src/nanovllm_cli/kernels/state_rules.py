@@ -23,6 +23,7 @@ def gated_delta(
     before: torch.Tensor,
     tiled: bool = False,
     most: float = 1.0,
+    by_sigmoid: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """out [T, V * D] of one sequence, and the state behind it, by the gated delta rule (Yang et al. 2024), as Qwen3-Next has it.
 
@@ -42,7 +43,7 @@ def gated_delta(
     kept = torch.exp(decay.to(kind.dtype) * F.softplus(a + decay_bias.to(kind.dtype)))
     found, state = _delta_rule(kind[:, :channels], most * torch.sigmoid(b), kept[:, :, None], taps, state, before, tiled)
     z = kind[:, channels:].reshape(-1, num_values, value_dim)
-    out = _normed(found, norm, eps) * F.silu(z)
+    out = _normed(found, norm, eps) * (torch.sigmoid(z) if by_sigmoid else F.silu(z))
     return out.flatten(1).to(projected.dtype), state
 
 

@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
 from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, of RWKV's,
-and of latent, sparse and compressed attention.
+of latent, sparse and compressed attention, of gated streams, and of n-grams.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
 through all parts and passes over what another one has under way (`compiled.passing_over`); this one does so too, and then waits
@@ -29,8 +29,10 @@ from nanovllm_cli.collector import come_seldom
 from nanovllm_cli.folders import cache_folder, note_use, remove_unused
 from nanovllm_cli.kernels import (
     adapters,
+    block_index,
     compiled,
     compressed,
+    connections,
     conv,
     cpu,
     cpu_sampling,
@@ -41,6 +43,7 @@ from nanovllm_cli.kernels import (
     indexer,
     integer,
     latent,
+    ngrams,
     norms,
     scan,
     wkv,
@@ -316,10 +319,46 @@ def _sparse(dtype: torch.dtype) -> None:
     indexer.Gathered(16, 16, dtype, dtype).gather(0, chosen, keys, tiles, tables)
 
 
+def _gated(dtype: torch.dtype) -> None:
+    x, weights = torch.zeros(1, 4, dtype=dtype), torch.zeros(1, 2)
+    normed = connections.norm_streams(streams := connections.spread(x, 2), torch.zeros(8, dtype=dtype), 1e-6, 1.0)
+    connections.write_streams(streams, connections.mix_streams(normed, normed, 2, weights), weights)
+    gates.sigmoid_gate(x, x)
+
+
+def _ngrams(dtype: torch.dtype) -> None:
+    """Of a table of either type."""
+    one, stamps = torch.ones(1, dtype=torch.int32), (torch.zeros(1, 2, 1, dtype=torch.int32) for _ in range(2))
+    states = States(*(torch.zeros(0) for _ in range(4)), *stamps)
+    past = ngrams.NGramPast(torch.zeros(1, 2, 2, 8, dtype=dtype), torch.zeros(1, 2, 1, dtype=torch.int32))
+    step = torch.tensor([0, 1], dtype=torch.int32), one, one, torch.zeros(1, dtype=torch.int32)
+    ids, many = torch.zeros(1, dtype=torch.int64), torch.ones(2, dtype=torch.int64)
+    for kept in ngrams.TABLE_DTYPES:
+        table = ngrams.NGramTable([torch.zeros(2, 4, dtype=kept)])
+        x = ngrams.gather(ids, table, ngrams.NGramHashes(many, many[:1], ids, 0), dtype, past, states, step)
+    wide = torch.zeros(1, 8, dtype=dtype)
+    streams, taps = torch.zeros(2, 1, 4, dtype=dtype), wide.repeat(2, 1)
+    ngrams.join(wide, x, streams, wide.repeat(3, 1), 1e-6, 1.0, taps, 2, past, states, step)
+
+
+def _blocks(dtype: torch.dtype) -> None:
+    """Of a token that sees half of what is there."""
+    tiles, tables = torch.tensor([[0, 0, 1, 31, 32]]), torch.arange(2, dtype=torch.int32)[None]
+    where = block_index.Where(tiles, torch.tensor([0, 1], dtype=torch.int32), tables)
+    x, angles = torch.zeros(1, 16, dtype=dtype), torch.zeros(1, 8)
+    kept = torch.zeros(2, cpu.BLOCK, 16, dtype=dtype)
+    index = block_index.IndexKeys(kept, kept.clone(), 4)
+    block_index.keep_keys(x, angles, angles, x[0], 1e-6, 1.0, index, where)
+    chosen = block_index.choose(x[None], index, 2, where)
+    cache = tuple(torch.zeros(shape, dtype=dtype) for shape in cpu.cache_shapes(2, 1, 16, dtype))
+    block_index.Gathered(2, 4, 1, 16, 16, dtype, (dtype, dtype)).gather(slice(0, 1), chosen, (cache[0], cache[1]), where)
+
+
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "all": (_attention, _matmuls, _norms, _draws),
     "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
     "scan": (_scan,), "wkv": (_wkv,), "latent": (_latent,), "compressed": (_compressed,), "sparse": (_sparse,),
+    "gated": (_gated,), "ngrams": (_ngrams,), "blocks": (_blocks,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 

@@ -9,6 +9,7 @@ import torch
 from nanovllm_cli.attention.backend import HeadNorms, StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.kernels.ops import Hidden, plain, side_by_side
+from nanovllm_cli.layers.block_indexer import BlockIndexer
 from nanovllm_cli.layers.kit import Cut, Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.mixer import Projected
@@ -91,6 +92,9 @@ class Attention(Projected):
         self._gate_shift, self._gate_factors = kit.zeros(2, own_gates, dtype=torch.float32)
         self._gate_factors.fill_(math.log(2))
         self.sinks = kit.zeros(spec.num_heads, dtype=torch.float32) if spec.sinks else None
+        self.indexer = None if spec.blocks is None else BlockIndexer(spec.blocks, norm, read_size, kit)
+        more = spec.both_ways, spec.window, spec.chunk, spec.sinks, spec.reads is not None, spec.interleaved, spec.convolved
+        assert self.indexer is None or not any(more), "no model has these there"
 
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         x = x if self.values is None else plain(x, self.ops)
@@ -114,7 +118,8 @@ class Attention(Projected):
             self.ops.temper(queries, inputs.positions, own.length, own.scale, own.offset)
         sinks = None if self.sinks is None else self.sinks[self._own_heads]
         distances = None if inputs.distances is None else inputs.distances[self._own_heads]
-        found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step, distances)
+        index = None if self.indexer is None else self.indexer(x)
+        found = self.backend.attend(self.spec, qkv, self.norm, angles, sinks, cache, inputs.step, distances, index)
         if self.spec.value_scale != 1.0:
             self.ops.scale(found, self.spec.value_scale)
         gates = projected[:, :width] if width else None if self.gates is None else self.gates(x)
@@ -159,6 +164,7 @@ class Attention(Projected):
             slots["found_norm.weight"] = table_slot(self.found_gains, self.stored_offset)
         if self.sinks is not None:
             slots["sinks"] = table_slot(self.sinks)
+        slots |= {} if self.indexer is None else self.indexer.slots()
         if self.values is not None:
             slots |= {f"values.{name}": slot for name, slot in self.values.slots().items()}
         return slots

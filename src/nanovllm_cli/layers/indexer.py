@@ -5,12 +5,12 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.attention.backend import IndexInputs
+from nanovllm_cli.index_spec import IndexerSpec
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import StreamNorm
 from nanovllm_cli.layers.slots import Slots, WeightSlot
-from nanovllm_cli.mixer_spec import IndexerSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.quant.rows import QuantizedRows, num_rows, take_rows
 

@@ -10,17 +10,18 @@ from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState
 from nanovllm_cli.layers.altup import AltUp
 from nanovllm_cli.layers.attention import Attention
-from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.convolved import ConvolvedAttention
 from nanovllm_cli.layers.cross import Cross, Look
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.gated_norm import GatedNorm
+from nanovllm_cli.layers.gated_streams import connections_of
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
 from nanovllm_cli.layers.mlp import MLP
 from nanovllm_cli.layers.moe import MoE
+from nanovllm_cli.layers.ngrams import NGrams
 from nanovllm_cli.layers.norm import RMSNorm, StreamNorm
 from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer
@@ -33,7 +34,7 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
+from nanovllm_cli.streams_spec import StreamsSpec
 
 
 class Block:
@@ -63,10 +64,11 @@ class Block:
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.altup = AltUp(spec.streams, model.norm, width, kit) if isinstance(spec.streams, StreamsSpec) else None
-        self.connections: list[Connection] = []
-        if isinstance(spec.streams, ConnectionsSpec):
-            names = "attention_connection", "mlp_connection"
-            self.connections = [Connection(spec.streams, model.norm, width, kit, name) for name in names]
+        self.connections = connections_of(spec.streams, model.norm, width, kit)
+        ngrams = spec.mixer.ngrams if isinstance(spec.mixer, DeltaSpec) else None
+        self.ngrams = None if ngrams is None else NGrams(ngrams, model.norm, kit)
+        assert self.ngrams is None or self.connections, "no model has these elsewhere"
+        if self.connections:
             assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
         self.channel = ChannelShift(spec.mixer, width, kit) if isinstance(spec.mixer, WkvSpec) else None
         assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
@@ -126,9 +128,11 @@ class Block:
         """The first half: all that the cache is to keep, and what has still to join the residual stream."""
         assert self.mixer is not None
         if self.connections:
-            assert self.attention_norm is not None
+            if self.ngrams is not None:
+                self.ngrams(residual, inputs, cache)
             read, weights = self.connections[0].read(residual)
-            self.connections[0].write(residual, self.mixer(self.attention_norm(None, read), inputs, cache), weights)
+            h = read if self.attention_norm is None else self.attention_norm(None, read)
+            self.connections[0].write(residual, self.mixer(h, inputs, cache), weights)
             return None
         if self.attention_norm is None:
             assert x is None, "only the first layer reads a stream that is normed already"
@@ -151,11 +155,12 @@ class Block:
         """The second half, of all rows or some, which inputs are of. x: what `mixed` gave of them."""
         mlp, slots = self.mlp, inputs.batch.slots
         assert mlp is not None
-        assert self.mlp_norm is not None
         if self.connections:
             read, weights = self.connections[1].read(residual)
-            self.connections[1].write(residual, _computed(mlp, self.mlp_norm(None, read), slots), weights)
+            found = read if self.mlp_norm is None else self.mlp_norm(None, read)
+            self.connections[1].write(residual, _computed(mlp, found, slots), weights)
             return None
+        assert self.mlp_norm is not None
         h = self.mlp_norm(x, residual)
         if self.after_mlp is not None:
             if isinstance(mlp, MoE) and mlp.apart is not None:
@@ -264,7 +269,8 @@ class Block:
         named = {f"{name}.{kind}": slot for name, norm in norms.items() for kind, slot in norm.slots().items()}
         parts = [part for part in (self.mixer, self.cross, self.looks, self.mlp) if part is not None]
         slots = {name: slot for part in parts for name, slot in part.slots().items()} | named
-        for part in (self.per_layer, self.altup, self.channel, *self.connections, *self.joins, self.sphere, *self.gated.values()):
+        others = (self.per_layer, self.altup, self.channel, self.ngrams, self.sphere)
+        for part in (*others, *self.connections, *self.joins, *self.gated.values()):
             slots |= {} if part is None else part.slots()
         return slots | ({"scale": number_slot(self._take_factor)} if self.is_scaled else {})
 

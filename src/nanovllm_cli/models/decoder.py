@@ -19,6 +19,7 @@ from nanovllm_cli.layers.connections import Connections
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
+from nanovllm_cli.layers.gated_streams import GatedStreams
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
@@ -33,7 +34,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.block import Block
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.rope_spec import RopeSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec, StreamsSpec
+from nanovllm_cli.streams_spec import ConnectionsSpec, GatedStreamsSpec, StreamsSpec
 
 NOBODY = 0
 """The token whose numbers a layer gets of an image's tokens, where it gets some of each token's own: padding, in Gemma 4."""
@@ -308,10 +309,12 @@ class Decoder:
         return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits
 
 
-def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:
+def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | GatedStreams | None:
     match spec.streams:
         case StreamsSpec() as streams:
             return Streams(streams, spec.hidden_size, kit)
         case ConnectionsSpec() as streams:
             return Connections(streams, spec.norm, spec.hidden_size, kit)
+        case GatedStreamsSpec() as streams:
+            return GatedStreams(streams, spec.norm, spec.hidden_size, kit)
     return None

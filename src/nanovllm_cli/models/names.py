@@ -115,5 +115,7 @@ XIELU_PARTS = ("alpha_p", "alpha_n", "beta", "eps")
 """Numbers of Apertus' activations, which a folder has as tensors."""
 TALKIE_GAINS = (".attn.head_gain.head_g", ".attn_gain.a_g", ".mlp_gain.a_g", ".embed_skip.a_g", "lm_head_gain.w_g")
 """Of a Talkie's layers, and of its head."""
-HF_IGNORED = (*_OF_NO_USE, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS), *TALKIE_GAINS)
+NGRAM_BUFFERS = (".layer_multipliers", ".ngram_heads_vocab_sizes", ".ngram_heads_offsets")
+"""Of a Qwen4-Exp's tables, which a spec has."""
+HF_IGNORED = (*_OF_NO_USE, *NGRAM_BUFFERS, *(f".mlp.act_fn.{part}" for part in XIELU_PARTS), *TALKIE_GAINS)
 """What no layer asks for."""

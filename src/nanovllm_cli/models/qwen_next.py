@@ -22,7 +22,7 @@ from nanovllm_cli.state_spec import DeltaSpec
 LINEAR, ATTENTION = "linear_attention", "full_attention"
 MAX_TAPS = 64
 FULL_EVERY = 4
-_SECTIONS = (11, 11, 10)
+SECTIONS = (11, 11, 10)
 """Of Qwen3.5's rotary positions; see `RopeSpec`."""
 
 _DELTA = "model.layers.{i}.linear_attn"
@@ -78,7 +78,7 @@ def with_delta(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], where: 
     return spec.with_mixers(delta if own else mixer for mixer, own in zip(spec.mixers, is_linear, strict=True))
 
 
-def _hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
+def hybrid(spec: ModelSpec, delta: DeltaSpec, is_linear: list[bool], gated: bool, stored_offset: float, where: str) -> ModelSpec:
     spec = with_delta(spec, delta, is_linear, where).with_attention(gated=gated, qk_norm=True, fused_qkv=False)
     return replace(spec, norm=NormSpec(spec.norm.eps, offset=1.0, stored_offset=stored_offset))
 
@@ -108,11 +108,11 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         raise UnsupportedError("gated attention with biases is not supported", ANOTHER)
     check_activation(read)
     gated = read.flag("attn_output_gate", True)
-    return _hybrid(spec, delta_from_hf(read), [kind == LINEAR for kind in kinds], gated, 0.0, read.where)
+    return hybrid(spec, delta_from_hf(read), [kind == LINEAR for kind in kinds], gated, 0.0, read.where)
 
 
 def _from_hf_35(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return woven(_from_hf(spec, read), _SECTIONS)
+    return woven(_from_hf(spec, read), SECTIONS)
 
 
 def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], tiled: bool = True) -> ModelSpec:
@@ -133,7 +133,7 @@ def _from_gguf(spec: ModelSpec, read: ConfigReader, key: Callable[[str], str], t
         read.integer(key("ssm.group_count")), read.integer(key("ssm.state_size")), num_values, inner // num_values,
         read.integer(key("ssm.conv_kernel")), tiled=tiled, log_decay=False,
     )  # fmt: skip
-    return _hybrid(spec, delta, is_linear, True, 1.0, read.where)
+    return hybrid(spec, delta, is_linear, True, 1.0, read.where)
 
 
 def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
@@ -154,7 +154,7 @@ def _keys(spec: ModelSpec) -> dict[str, GGUFField]:
 def _keys_of_35(spec: ModelSpec) -> dict[str, GGUFField]:
     """llama.cpp wants to know how images' positions divide a head, of those that see none too."""
     rope = spec.attention.rope
-    sections = rope.sections if rope is not None and rope.sections else _SECTIONS
+    sections = rope.sections if rope is not None and rope.sections else SECTIONS
     return {**_keys(spec), "rope.dimension_sections": [*sections, 0]}
 
 

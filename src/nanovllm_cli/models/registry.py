@@ -112,6 +112,7 @@ from nanovllm_cli.models.olmo import FLEX_OLMO, OLMO, OLMO2, OLMO3, OLMOE
 from nanovllm_cli.models.olmo_hybrid import OLMO_HYBRID
 from nanovllm_cli.models.opt import OPT
 from nanovllm_cli.models.phi import PHI, PHI3, PHI4_MM, PHI4_MULTIMODAL, PHIMOE
+from nanovllm_cli.models.qwen4 import QWEN4_EXP
 from nanovllm_cli.models.qwen_next import QWEN2_MOE, QWEN3_5, QWEN3_5_MOE, QWEN3_NEXT
 from nanovllm_cli.models.registry_parts import OF_ANOTHER_CLASS, TEXT_MODELS, TEXTS_OF, TIED_UNLESS_TOLD
 from nanovllm_cli.models.rwkv import RWKV7
@@ -151,6 +152,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3_5ForConditionalGeneration": QWEN3_5,
     "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
     "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    **dict.fromkeys(("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"), QWEN4_EXP),
     "ApertusForCausalLM": APERTUS,
     "Apertus1p5ForConditionalGeneration": APERTUS_1_5,
     "Apertus1p5TextForCausalLM": APERTUS_1_5,

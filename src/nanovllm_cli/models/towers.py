@@ -304,6 +304,7 @@ TOWERS: dict[str, TowerFamily] = {
     "Qwen3VLMoeForConditionalGeneration": _QWEN3_VL,
     "Qwen3_5ForConditionalGeneration": _QWEN3_5,
     "Qwen3_5MoeForConditionalGeneration": _QWEN3_5,
+    "Qwen4ExpForConditionalGeneration": _QWEN3_5,
     "SmolVLMForConditionalGeneration": TowerFamily(idefics3, IDEFICS3_NAMES, video=tower_videos.smolvlm),
     "VideoLlama3ForConditionalGeneration": TowerFamily(video_llama3, VIDEO_LLAMA3_NAMES),
     "VideoLlavaForConditionalGeneration": TowerFamily(video_llava, LLAVA_NAMES, LLAVA_UNREAD),

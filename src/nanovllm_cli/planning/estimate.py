@@ -81,6 +81,7 @@ def plan_weights(
         plain = {each.name: each.count * (head if each.name == "head" else outer) for each in facts.classes if _is_plain(each)}
         kept = {each.name: plain.get(each.name, each.num_bytes) for each in facts.classes}
         numbers = {each.name: each.numbers for each in facts.classes}
+        kept.pop("n-grams", 0)
         total = sum(kept.values()) + _excess_of_heads(facts.spec, checkpoint, dtype)
         skipped = 0 if facts.spec.tied_head else kept.get("embedding", 0)
         skipped += kept.get("per layer", 0) * facts.spec.num_by_token // max(1, numbers.get("per layer", 0))

@@ -70,6 +70,11 @@ class Facts:
         return self.num_parameters - self.spec.num_idle
 
     @property
+    def disk_bytes(self) -> int:
+        """Of tables that stay in their files, of which a token takes a few rows."""
+        return sum(each.num_bytes for each in self.classes if each.name == "n-grams")
+
+    @property
     def num_bytes(self) -> int:
         """Of all tensors, as they are stored."""
         return sum(each.num_bytes for each in self.classes)

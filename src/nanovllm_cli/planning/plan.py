@@ -103,7 +103,8 @@ class Plan:
         return {
             "architecture": spec.architecture, "parameters": self.facts.num_parameters,
             "active_parameters": self.facts.num_active, "stored": self.facts.stored,
-            "stored_bytes": self.facts.num_bytes, "context": spec.max_position, "layers": spec.num_layers,
+            "stored_bytes": self.facts.num_bytes, "disk_bytes": self.facts.disk_bytes,
+            "context": spec.max_position, "layers": spec.num_layers,
             "processor": self.processor, "dtype": self.dtype, "free_bytes": self.free_bytes, "fits": self.fits,
             "processes": self.processes, "planned_for": {"answers": self.answers, "context": self.context},
             "kv_cache_room_bytes": self.cache_room,

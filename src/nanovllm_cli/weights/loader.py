@@ -32,6 +32,8 @@ from nanovllm_cli.weights.convert_names import tensor_shapes
 from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.heads import classifies
 from nanovllm_cli.weights.pooling import lacks_head, stores_head
+from nanovllm_cli.weights.stacked import unstacked
+from nanovllm_cli.weights.tables import STAYS, as_divided, view_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -74,6 +76,7 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
     """The same of a folder, by its config, and the names of its tensors where these have no head."""
     family = family_of(checkpoint)
     spec = spec_from_hf(checkpoint.config, family)
+    spec = as_divided(spec, checkpoint)
     if family.tensors is not None and checkpoint.has_numbers:
         spec = family.tensors(spec, partial(small_values, checkpoint), str(checkpoint.path))
     if spec.tied_head and spec.has_head and _has_own_head(checkpoint):
@@ -153,10 +156,12 @@ _BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}")
 
 
 _IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a",
-              "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right", "attention_connection",
-              "mlp_connection", "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
+              "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right",
+              *(f"{half}_connection{part}" for half in ("attention", "mlp") for part in ("", ".down", ".up", ".inject")),
+              "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
               "mlp_norm.gate_out", *(f"time_{part}{i}" for part in "wavg" for i in (1, 2)))  # fmt: skip
-_OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight", "last_connection.weight")
+_OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight",
+            *(f"last_connection{part}.weight" for part in ("", ".down", ".up")))  # fmt: skip
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 """Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""
 
@@ -185,6 +190,7 @@ class WeightFormats:
         self._reader = reader
         self._names = names_of(checkpoint) if table is None else table
         self._plain, self._by_head = self._any_of(PLAIN), self._any_of([name for name in PLAIN if is_by_head(name)])
+        self._tables = self._any_of([STAYS])
         self._wanted = wanted
         self._outer = {self._names.get(f"{name}.weight") for name in OUTER}
         self._outer_wanted = Integer(8) if wanted is not None and wanted.row_bytes(1 << 10) < 1 << 10 else wanted
@@ -210,9 +216,12 @@ class WeightFormats:
         return self._outer_wanted if name in self._outer else self._wanted
 
     def num_bytes(self, dtype: torch.dtype, dense_bytes: DenseBytes, names: Collection[str] | None = None) -> int:
-        """What the weights will take, those without a format in dtype. names: some of the file's, if not all of the model."""
+        """What the weights will take, those without a format in dtype; tables that stay in their files take nothing. names: some
+        of the file's, if not all of the model."""
         total = 0.0
         for name in self._reader.names() - left_aside(self._checkpoint, self._reader.names()) if names is None else names:
+            if self._tables.fullmatch(name):
+                continue
             shape = self._reader.shape(name)
             if len(shape) != 2 or self._by_head.fullmatch(name):
                 total += math.prod(shape) * dtype.itemsize
@@ -233,7 +242,11 @@ def load_weights(
     names = {ours: checkpoint_name(ours, table) for ours in slots}
     ignored = {table["head.weight"]} if model.spec.tied_head else set()
     _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec, ignored)
-    fill(slots, names, reader, progress)
+    fill({ours: slot for ours, slot in slots.items() if not slot.stays}, names, reader, progress)
+    whole = unstacked(checkpoint)
+    for ours, slot in slots.items():
+        if slot.stays:
+            slot.load(view_of(whole, names[ours]), 0)
 
 
 def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: dict[str, str], progress: LoadProgress) -> None:
@@ -260,7 +273,7 @@ def head_name(table: Mapping[str, str], spec: ModelSpec) -> str:
 
 def fill(slots: Slots, names: Mapping[str, str], reader: WeightReader, progress: LoadProgress) -> None:
     """With the tensors of these names, whose shapes are as they should be."""
-    progress.stage("loading weights", sum(reader.num_bytes(name) for name in names.values()), "B")
+    progress.stage("loading weights", sum(reader.num_bytes(names[ours]) for ours in slots), "B")
     try:
         for ours, slot in slots.items():
             form = reader.format(names[ours]) if slot.plain else None

@@ -12,6 +12,7 @@
     Dory         backbone.layers.3.self_attn.g_proj.weight   backbone.layers.6.mixer.g_proj.weight: attention and MLP are layers
                  backbone.layers.3.lambda_2                  of their own; backbone.layers.7.mlp_alpha
 
+    Qwen4-Exp    ngram_embedding.weight, a table in one      ngram_embedding.shard_0.weight
     Talkie       embed.weight, blocks.3.attn.…               model.embed.weight, model.blocks.3.attn.…
                  lm_head                                     lm_head.weight
 
@@ -48,6 +49,7 @@ _HY4 = (
     (re.compile(r"\.learnable_sink_param$"), ".sinks"), (re.compile(r"\.linear_gate\."), ".gate_proj."),
 )  # fmt: skip
 """In this order; where a name has .hc_pre differs."""
+_QWEN4_KINDS = "qwen4_exp", "qwen4_exp_text"
 _LED = re.compile(r"(model\.layers\.\d+)\.mamba_decoder\.(.+)")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_transformer\..+")
 
@@ -57,7 +59,8 @@ _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lam
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
 """Of those stacks' layers: what is one tensor of what."""
-_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", *_IN_ONE_ROW, *_HY4_KINDS)
+_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS)
+_WHOLE_TABLE, _FIRST_SHARD = ".ngram_embedding.weight", ".ngram_embedding.shard_0.weight"
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
 
@@ -95,6 +98,9 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         elif kind == "mamba":
             if name == _FIRST_EMBEDDING:
                 renamed["backbone.embeddings.weight"] = name
+        elif kind in _QWEN4_KINDS:
+            if name.endswith(_WHOLE_TABLE):
+                renamed[name.replace(_WHOLE_TABLE, _FIRST_SHARD)] = name
         elif kind in _HY4_KINDS:
             if (other := _as_transformers_has_it(name)) != name:
                 renamed[other] = name

@@ -137,7 +137,8 @@ def _inner_kind(config: _Config) -> Any:
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
     kinds = [config.get("model_type"), _inner_kind(config)]
-    return any(str(kind).startswith(("qwen3_5", "qwen3_next", "mistral4", "lara_mini", "hy_v4", "zaya")) for kind in kinds)
+    known = ("qwen3_5", "qwen3_next", "qwen4_exp", "mistral4", "lara_mini", "hy_v4", "zaya")
+    return any(str(kind).startswith(known) for kind in kinds)
 
 
 def _gguf_halves(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -274,7 +275,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|self_attn\.qkv_proj\.conv_qk_depthwise|"
-                    r"(?:linear_attn|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
+                    r"(?:linear_attn|ple|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"(model\.layers\.\d+\.attn\.x_)x"), 2, partial(shares_of_before, "")),
         (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),

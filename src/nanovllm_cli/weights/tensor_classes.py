@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 _MARKS = (
+    ("n-grams", ("ngram_embedding",)),
     ("norms", ("norm", ".ln_", "ln_f.")),
-    ("other", ("altup", "laurel", "_hc.", ".hc_")),
+    ("other", ("altup", "laurel", "_hc.", ".hc_", "hyper_connection", ".ple.")),
     ("head", ("embed_out",)),
     ("per layer", ("per_layer", "inp_gate")),
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
@@ -20,7 +21,7 @@ _OUTER = "language_model.", "thinker."
 """What heads of models that see or hear may begin with."""
 _OF_T5 = "shared.weight"
 """Its embedding, which encoder and decoder have in common."""
-CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
+CLASSES = ("embedding", "n-grams", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
 def class_of(name: str) -> str:

@@ -137,7 +137,7 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     if parts[first] == "blocks":
         number, parts[first + 1] = parts[first + 1], "{i}"
         at = 4 if parts[2] == "values" else 3
-        if parts[at - 1] in ("experts", "k_b", "v_b", "uses") and parts[at].isdecimal():
+        if parts[at - 1] in ("experts", "k_b", "v_b", "uses", "shards") and parts[at].isdecimal():
             expert, parts[at] = parts[at], "{e}"
     elif len(parts) == 3 and parts[1].isdecimal():
         expert, parts[1] = parts[1], "{e}"
