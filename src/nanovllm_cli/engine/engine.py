@@ -180,19 +180,15 @@ class Engine:
         asked = self._checked_prompt(prompt_ids)
         prompt, images = led_prompt(self._seeing, prompt_ids, asked, cache_salt)
         if params.prompt_logprobs is not None and any(each.leads for each in images):
-            told = "prompt_logprobs of a prompt that an encoder reads, or that begins with a sound or an image"
-            raise UnsupportedError(told, "leave it out")
+            raise UnsupportedError("prompt_logprobs of what an encoder reads, a sound or an image in front", "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
-        eos_ids = () if params.ignore_eos else self._eos_ids
-        stop_ids = tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids)))
-        check_beams(params, stop_ids, self._vocab_size)
         request = Request(
             request_id=request_id,
             prompt_ids=prompt,
             params=params,
             max_len=len(prompt) + answer_len,
-            stop_ids=stop_ids,
+            stop_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else self._eos_ids), *params.stop_token_ids))),
             arrival=self._clock(),
             priority=priority,
             cache_salt=cache_salt,
@@ -203,6 +199,7 @@ class Engine:
             prompt_logprobs=None if params.prompt_logprobs is None else [None],
             runs_ahead=self._ahead is not None and self._ahead.draws_unseen(params),
         )
+        check_beams(params, request.stop_ids, self._vocab_size)
         self._begin(request, self._detokenizer_factory)
 
     def embed(
@@ -221,8 +218,7 @@ class Engine:
         self._check_priority(priority)
         scales = self._lora(lora)
         prompt = self._checked_prompt(prompt_ids, room=0)
-        aligns = isinstance(pooling, Alignment)
-        images = checked_images(self._seeing, prompt_ids, prompt, cache_salt) if aligns else ()
+        images = checked_images(self._seeing, prompt_ids, prompt, cache_salt) if isinstance(pooling, Alignment) else ()
         check_pooling(pooling, prompt_ids, self._hearing, self._embedding_refusal, self._config.tensor_parallel_size)
         request = Request(
             request_id, prompt, _EMBEDS, len(prompt) + 1, (), self._clock(), priority=priority,
