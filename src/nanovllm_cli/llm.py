@@ -34,6 +34,7 @@ from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
 from nanovllm_cli.engine.engine import Engine, EngineStats
 from nanovllm_cli.engine.kv_file import program_digest
+from nanovllm_cli.engine.memory import with_room_for_leads
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.placement import Placement
 from nanovllm_cli.engine.readers import Readers
@@ -130,6 +131,7 @@ class LLM:
             self.scoring: Scoring | None = scoring_of(checkpoint, self.tokenizer, chat_template)
             further = read_further(checkpoint, self.embedding.layers)
             check_size(self.tokenizer, spec.vocab_size)
+            config = with_room_for_leads(config, spec)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
             tokens = self.tokenizer.control_tokens
@@ -142,10 +144,8 @@ class LLM:
         self.senses = None if self.sight is None else in_vocabulary(self.sight.senses, self.tokenizer)
         self.vision, self.hearing, _ = self.senses or Senses()
         self.dtype, self.max_model_len = worker.dtype, worker.max_model_len
-        self.num_parameters: int = worker.num_parameters
-        self.weight_bytes: int = worker.weight_bytes + worker.draft_bytes
-        self.read_bytes: int = worker.read_bytes
-        self.expert_bytes: int = worker.expert_bytes
+        self.num_parameters, self.weight_bytes = worker.num_parameters, worker.weight_bytes + worker.draft_bytes
+        self.read_bytes, self.expert_bytes = worker.read_bytes, worker.expert_bytes
         self.placement: Placement = worker.placement
         self.formats: Mapping[Format | None, int] = worker.formats
         self.chat_template: ChatTemplate | None = None

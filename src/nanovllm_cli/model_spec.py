@@ -255,7 +255,9 @@ class ModelSpec:
 
     @property
     def for_prompts(self) -> ModelSpec:
-        """What of it a token goes through whose logits nobody wants."""
+        """What of it a token goes through whose logits nobody wants: the encoder, where there is one."""
+        if self.encoder is not None:
+            return self.encoder
         *before, last = self.computed[: self.last_keeper + 1]
         return replace(self, blocks=(*before, replace(last, mlp=None) if last.has_halves else last), passes=None)
 

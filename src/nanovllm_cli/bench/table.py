@@ -81,6 +81,8 @@ def run_sweep(
         try:
             if not (sweep.embeds or loaded.llm.spec.has_head):
                 raise UnsupportedError(f"{setup.model} has no head to draw tokens from", "-embd 1 measures how fast it embeds")
+            if loaded.llm.spec.encoder is not None and any(trial.depth for trial in trials):
+                raise UnsupportedError(f"{setup.model} reads each prompt by itself, behind nothing that it knows", "leave -d out")
             for place, trial in enumerate(trials, number * len(trials) + 1):
                 announce(f"test {place} of {len(setups) * len(trials)}: {setup.model}, {name_of(trial)}")
                 if procedure.delay:

@@ -197,6 +197,8 @@ class LocalModel(Model):
             raise UnsupportedError(f"{llm.name} embeds or ranks texts: it answers nothing", "nanovllm embed MODEL")
         if not prompting.chats:
             hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
+            if llm.spec.encoder is not None:
+                hint = "its encoder reads each prompt by itself: nanovllm run MODEL TEXT, or --batch FILE for many"
             if llm.hearing is not None and llm.hearing.leads:
                 hint = "it writes down what is said: nanovllm run MODEL --audio FILE"
             raise UsageError(f"{llm.name} has no chat template", hint)

@@ -163,6 +163,10 @@ class Answerer(Protocol):
     def dictates(self) -> bool:
         """It writes down what is said in a sound, and takes nothing else."""
 
+    @property
+    def reads_alone(self) -> bool:
+        """An encoder reads each prompt, and nothing of those before."""
+
     def asked_for_words(self, question: Question) -> Question:
         """A question about a sound, with `wishes`, as this one is asked for what is said in it. UsageError where it can't be."""
 

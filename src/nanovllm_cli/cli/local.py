@@ -185,6 +185,10 @@ class LocalAnswerer:
     def dictates(self) -> bool:
         return self._llm.hearing is not None and self._llm.hearing.leads
 
+    @property
+    def reads_alone(self) -> bool:
+        return self._llm.spec.encoder is not None
+
     def asked_for_words(self, question: Question) -> Question:
         """By a Whisper as it is; else in a conversation, as the model's family is asked, and without times."""
         return question if self.dictates else self._prompting.for_words(question)

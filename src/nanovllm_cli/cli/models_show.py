@@ -150,7 +150,8 @@ def _record(
         "format": found.format, "file_bytes": found.num_bytes, "architecture": spec.architecture,
         "parameters": facts.num_parameters, "active_parameters": facts.num_active,
         "stored": facts.stored, "tensor_bytes": facts.num_bytes,
-        "layers": spec.num_layers, "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
+        "layers": spec.num_layers, "encoder_layers": 0 if spec.encoder is None else spec.encoder.num_layers,
+        "hidden_size": spec.hidden_size, "context": spec.max_position, "rope": rope_words(spec),
         "attention": _heads(facts), "mtp": facts.predicts_further, "images": _images(facts),
         "sounds": _sounds(facts), "videos": _videos(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
@@ -273,6 +274,8 @@ def _print(
         ("licence", _licence(checkpoint) or "not said in its files"),
         ("defaults", ", ".join(f"{key} {value}" for key, value in defaults.items()) or "none"),
     ]  # fmt: skip
+    if spec.encoder is not None:
+        lines.insert(2, ("encoder", f"{spec.encoder.num_layers} layers of {spec.hidden_size:,}, which read what is asked"))
     if (words := _embedding_in_words(facts)) is not None:
         lines.insert(3, ("embedding", words))
     if (vision := facts.vision) is not None:

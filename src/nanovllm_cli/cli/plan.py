@@ -194,10 +194,11 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
     made = planned.plan
     spec, facts = made.facts.spec, made.facts
     active = f" ({count(facts.num_active)} for each token)" if spec.num_idle else ""
+    behind = "" if spec.encoder is None else f" behind an encoder of {spec.encoder.num_layers}"
     download = f", {size(planned.download_bytes)} to download" if planned.download_bytes else ""
     yield f"{planned.where}{download}"
     yield (
-        f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, {spec.num_layers} layers, "
+        f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, {spec.num_layers} layers{behind}, "
         f"context {spec.max_position:,}"
     )
     if facts.vision is not None or facts.hearing is not None:

@@ -145,6 +145,10 @@ class RemoteAnswerer:
     def dictates(self) -> bool:
         return False
 
+    @property
+    def reads_alone(self) -> bool:
+        return False  # the server knows
+
     def asked_for_words(self, question: Question) -> Question:
         hint = "curl URL/v1/audio/transcriptions -F file=@talk.wav -F language=en"
         raise UsageError(f"{(question.wishes.flags or ['--language'])[0]} is for a model in this process", hint)

@@ -193,6 +193,9 @@ def _run_one(
         answerer = stack.enter_context(contextlib.closing(asked.answerer()))
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
+        if answerer.reads_alone and last is not None:
+            what = "--continue has no meaning: this model's encoder reads each prompt by itself"
+            raise UsageError(what, "leave it out, and write all that it is to read")
         if answerer.dictates:
             sounds, names = [each.data if each.is_sound else each.url for each in files], [each.name for each in files]
             question = Question(text=text, sounds=sounds, names=names, wishes=wishes)

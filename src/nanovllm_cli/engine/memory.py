@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_cli import control_groups, system
 from nanovllm_cli.attention.reach import near_reach
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.cross_spec import LEAD
 from nanovllm_cli.engine.near import kept_blocks
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.model_spec import ModelSpec
@@ -75,6 +77,14 @@ def near_of(spec: ModelSpec, config: EngineConfig, num_bytes: int, longest_image
     if not num_bytes or spec.has_states or spec.reads_both_ways or reads_others:
         return None
     return Near(num_bytes, near_reach(spec.mixers), config.max_num_batched_tokens + longest_image)
+
+
+def with_room_for_leads(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
+    """The same where a context that was asked for is what an encoder reads and what is written: tokens that fill up a block between
+    the two, and what the decoder begins with, come beside that."""
+    if spec.encoder is None or config.max_model_len is None:
+        return config
+    return replace(config, max_model_len=config.max_model_len + LEAD)
 
 
 def context_of(config: EngineConfig, max_position: int) -> int:

@@ -98,6 +98,7 @@ def plan_weights(
         if ours.startswith("blocks."):
             layers[form] += num_rows * width
     unread = {"per_layer_embedding.weight"} | (set() if facts.spec.tied_head else {"embedding.weight"})
+    unread |= {each for each in shapes if each.startswith("encoder.")}
     parts = [each for each in shapes if each in unread], [each for each in shapes if ".experts." in each]
     skipped, experts = (formats.num_bytes(dtype, dense_bytes, [checkpoint_name(each, names) for each in part]) for part in parts)
     total = formats.num_bytes(dtype, dense_bytes)

@@ -38,7 +38,8 @@ def check_reads_texts(checkpoint: Checkpoint) -> None:
     """Raises UnsupportedError for a model that reads no text without something else in front of it."""
     spec = read_spec(checkpoint, open_reader(checkpoint))
     if spec.cross is not None:
-        told = f"a {spec.architecture} model is not measured, or calibrated: its texts begin with a sound"
+        why = "its texts begin with a sound" if spec.encoder is None else "its texts are answers to others"
+        told = f"a {spec.architecture} model is not measured, or calibrated: {why}"
         raise UnsupportedError(told, "quantize --no-verify rounds to nearest; run --quant int8 does while it loads")
 
 

@@ -36,7 +36,8 @@ def check_led(spec: ModelSpec) -> None:
         what = f"a {spec.architecture} model has several residual streams, and a control vector is for one"
         raise UnsupportedError(what, "leave it out")
     if spec.cross is not None:
-        raise UnsupportedError(f"a {spec.architecture} model writes down what is said, and is not led", "leave it out")
+        does = "writes down what is said" if spec.encoder is None else "answers what its encoder reads"
+        raise UnsupportedError(f"a {spec.architecture} model {does}, and is not led", "leave it out")
     if spec.passes is not None:
         what = f"layers of a {spec.architecture} model run several times, and a control vector is for one pass"
         raise UnsupportedError(what, "leave it out")

@@ -102,8 +102,8 @@ def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
     """The same of a model that is of any use with it. Raises its refusal where it has no head either, and does not rank, and
     CheckpointError where what vectors go through does not take those of the model."""
     if spec.cross is not None and embedding.refusal is None:
-        told = f"a {spec.architecture} model writes down what is said, and embeds nothing"
-        refusal = UnsupportedError(told, "take another one")
+        does = "writes down what is said" if spec.encoder is None else "answers what its encoder reads"
+        refusal = UnsupportedError(f"a {spec.architecture} model {does}, and embeds nothing", "take another one")
         return embedding._replace(refusal=refusal)
     if embedding.refusal is not None and not (spec.has_head or embedding.ranks):
         raise embedding.refusal

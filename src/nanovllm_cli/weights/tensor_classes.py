@@ -10,13 +10,15 @@ _MARKS = (
     ("embedding", ("embed", "token_embd", "position_embd", "wte.", "wpe.")),
     ("head", ("lm_head", "output.weight")),
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc", "mixer.suv_", "dory_suv_")),
-    ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention", "dory_s", "time_mix")),
+    ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention", "Attention", "dory_s", "time_mix")),
     ("conv", ("conv",)),
-    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.", "channel_mix")),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.", "channel_mix", "DenseRelu")),
     ("per layer", (".proj.weight",)),
 )
 _OUTER = "language_model.", "thinker."
 """What heads of models that see or hear may begin with."""
+_OF_T5 = "shared.weight"
+"""Its embedding, which encoder and decoder have in common."""
 CLASSES = ("embedding", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
@@ -24,6 +26,8 @@ def class_of(name: str) -> str:
     """One of CLASSES. A head's name begins with its mark: blk.0.attn_output.weight is another."""
     for outer in _OUTER:
         name = name.removeprefix(outer)
+    if name == _OF_T5:
+        return "embedding"
     for kind, marks in _MARKS:
         if any(name.startswith(mark) if kind == "head" else mark in name for mark in marks):
             return kind
