@@ -37,6 +37,9 @@ def t5(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     name, changes = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**SHAPE | changes)
     model = random_model(config, 1, dtype, transformers.AutoModelForSeq2SeqLM)
+    for part, weight in model.named_parameters():  # scores are not scaled, so queries are small, as T5's were in the beginning
+        if part.endswith("Attention.q.weight"):
+            weight.data *= SHAPE["d_kv"] ** -0.5
     if changes.get("tie_word_embeddings") is False:
         weight = torch.randn(model.shared.weight.shape, generator=torch.Generator().manual_seed(7)) * 0.3
         model.lm_head.weight = torch.nn.Parameter(weight.to(dtype))

@@ -3,16 +3,27 @@ bit of it depends on steps, neighbours, or what was found again."""
 
 from __future__ import annotations
 
+import dataclasses
+import json
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
+from nanovllm_cli.config import Lora, LoraModule
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import PromptTooLongError, UnsupportedError
 from nanovllm_cli.sampling_params import SamplingParams
-from reading import KINDS, a_source, expected, t5_folder
+from nanovllm_cli.vision_spec import PlacedImage, Sound, TokenIds
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.control_vector import check_led
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
+from reading import KINDS, START, a_source, expected, t5, t5_folder
 
 pytest.importorskip("transformers")
 
@@ -75,3 +86,121 @@ def test_the_same_text_is_encoded_once(worker: Worker) -> None:
     run(engine, [([*source[:16], *a_source(4, 12)], greedily(2))])
     assert engine.stats().prefix_hit_tokens == 2 * 32, "what is cached is of the whole text alone"
     assert sight.num_computed - before == 2
+
+
+def test_answers_are_forked_sampled_and_stopped(worker: Worker) -> None:
+    source = list(a_source(20))
+    params = SamplingParams(temperature=1.0, seed=3, n=3, max_tokens=12, ignore_eos=True)
+    (output,) = run(engine_for(worker), [(source, params)])
+    assert len({each.token_ids for each in output.outputs}) > 1
+    for i, answer in enumerate(output.outputs):
+        assert (answer.index, answer.error, len(answer.token_ids)) == (i, None, 12)
+    (first,) = run(engine_for(worker), [(source, dataclasses.replace(params, n=1))])
+    assert first.outputs[0].token_ids == output.outputs[0].token_ids
+    (whole,) = run(engine_for(worker), [(source, greedily(8))])
+    stop = whole.outputs[0].token_ids[2]
+    (ended,) = run(engine_for(worker), [(source, greedily(8, stop_token_ids=(stop,)))])
+    assert ended.outputs[0].finish_reason == "stop"
+    assert ended.outputs[0].token_ids == whole.outputs[0].token_ids[: whole.outputs[0].token_ids.index(stop) + 1]
+
+
+def test_penalties_are_of_what_is_written(worker: Worker) -> None:
+    """As in transformers: not of what the encoder has read, whatever of it comes next."""
+    source = a_source(60)
+    (plain,) = run(engine_for(worker), [(list(source), greedily(1, logprobs=0))])
+    likeliest = plain.outputs[0].token_ids[0]
+    again = [likeliest, *source]
+    (other,) = run(engine_for(worker), [(again, greedily(1))])
+    (penalized,) = run(engine_for(worker), [(again, greedily(1, repetition_penalty=50.0))])
+    assert penalized.outputs[0].token_ids == other.outputs[0].token_ids
+    written = [START]
+    with torch.inference_mode():
+        for _ in range(12):
+            logits = t5("flan-t5")(torch.tensor([source]), decoder_input_ids=torch.tensor([written])).logits[0, -1]
+            factors = torch.ones_like(logits).index_fill(0, torch.tensor(written), 1.3)
+            written.append(int(torch.where(logits > 0, logits / factors, logits * factors).argmax()))
+    (ours,) = run(engine_for(worker), [(list(source), greedily(12, repetition_penalty=1.3))])
+    assert list(ours.outputs[0].token_ids) == written[1:]
+
+
+def test_guesses_change_no_token(worker: Worker, folder: Path) -> None:
+    looks_up = worker_for(folder, dtype="float32", num_blocks=64, num_speculative_tokens=3)
+    requests = [(list(a_source(length)), greedily(24, logprobs=0)) for length in (7, 40)]
+    plain = run(engine_for(worker), requests)
+    found = run(engine_for(looks_up, num_speculative_tokens=3), requests)
+    assert [each.outputs[0].token_ids for each in found] == [each.outputs[0].token_ids for each in plain]
+    assert sum(each.metrics.num_guessed_tokens for each in found) > 0
+
+
+@pytest.mark.parametrize("quant", [None, "int8"])
+def test_an_adapter_of_both_halves(quant: str | None, folder: Path, tmp_path: Path) -> None:
+    """Added to weights, or beside quantized ones."""
+    model, generator = t5("flan-t5"), torch.Generator().manual_seed(0)
+    weights = {
+        "encoder.block.1.layer.0.SelfAttention.q": model.encoder.block[1].layer[0].SelfAttention.q.weight,
+        "decoder.block.2.layer.1.EncDecAttention.v": model.decoder.block[2].layer[1].EncDecAttention.v.weight,
+        "decoder.block.0.layer.2.DenseReluDense.wi_1": model.decoder.block[0].layer[2].DenseReluDense.wi_1.weight,
+    }  # fmt: skip
+    tensors = {}
+    for name, weight in weights.items():
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator) * 0.3
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator) * 0.3
+    save_file(tensors, tmp_path / "adapter_model.safetensors")
+    (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
+    worker = worker_for(folder, dtype="float32", num_blocks=32, lora=(Lora(str(tmp_path), 1.0),), quant=quant)
+    source = a_source(20)
+    (output,) = run(engine_for(worker), [(list(source), greedily(8, logprobs=0))])
+    ids, found = output.outputs[0].token_ids, torch.tensor(logprobs_of(output))
+    before = {name: weight.clone() for name, weight in weights.items()}
+    unchanged = expected("flan-t5", source, ids)[:-1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+    with torch.inference_mode():
+        for name, weight in weights.items():
+            weight += tensors[f"base_model.model.{name}.lora_B.weight"] @ tensors[f"base_model.model.{name}.lora_A.weight"]
+        wanted = expected("flan-t5", source, ids)[:-1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+        for name, weight in weights.items():
+            weight.copy_(before[name])
+    near = 1e-4 if quant is None else 0.5
+    torch.testing.assert_close(found, wanted, rtol=0, atol=near)
+    assert (found - unchanged).abs().max() > 2 * near
+
+
+def test_what_it_can_not_do_is_told(worker: Worker, folder: Path) -> None:
+    engine, source = engine_for(worker), list(a_source(5))
+    with pytest.raises(UnsupportedError, match="that an encoder reads"):
+        engine.add("a", source, greedily(2, prompt_logprobs=0))
+    with pytest.raises(UnsupportedError, match="reads no images"):
+        engine.add("a", TokenIds(source, [PlacedImage(Sound.of_text(source), 0, 1, 5)]), greedily(2))
+    with pytest.raises(UnsupportedError, match="adapters that requests choose"):
+        worker_for(folder, lora_modules=(LoraModule("own", str(folder)),))
+    with pytest.raises(UnsupportedError, match="a draft model"):
+        worker_for(folder, draft_model=str(folder))
+    with open_checkpoint(folder) as checkpoint:
+        spec = read_spec(checkpoint, open_reader(checkpoint))
+    with pytest.raises(UnsupportedError, match="on a GPU"):
+        CudaPlatform.backend(None, spec, torch.float32)  # type: ignore[arg-type]
+    with pytest.raises(UnsupportedError, match="is not led"):
+        check_led(spec)
+
+
+def test_long_texts_have_room(folder: Path) -> None:
+    """More than the files say, where that is asked for: all distances from some on are one."""
+    source = a_source(700)
+    with pytest.raises(PromptTooLongError):
+        engine_for(worker_for(folder, dtype="float32", num_blocks=64)).add("a", list(source), greedily(2))
+    worker = worker_for(folder, dtype="float32", num_blocks=64, max_model_len=800)
+    (output,) = run(engine_for(worker, max_num_batched_tokens=64), [(list(source), greedily(12, logprobs=0))])
+    ids = output.outputs[0].token_ids
+    logprobs = expected("flan-t5", source, ids)[:-1]
+    assert list(ids) == logprobs.argmax(-1).tolist()
+    torch.testing.assert_close(torch.tensor(logprobs_of(output)), logprobs.max(-1).values, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize(("dtype", "cache", "quant"), [("bfloat16", "auto", None), ("float32", "int8", None),
+                                                      ("float32", "auto", "int8")])  # fmt: skip
+def test_other_types_are_near(dtype: str, cache: str, quant: str | None, folder: Path) -> None:
+    worker = worker_for(folder, dtype=dtype, num_blocks=32, kv_cache_dtype=cache, quant=quant)
+    source = a_source(30)
+    (output,) = run(engine_for(worker), [(list(source), greedily(10, logprobs=0))])
+    ids = output.outputs[0].token_ids
+    wanted = expected("flan-t5", source, ids)[:-1].gather(1, torch.tensor(ids)[:, None])[:, 0]
+    torch.testing.assert_close(torch.tensor(logprobs_of(output)), wanted, rtol=0, atol=0.5)

@@ -198,8 +198,8 @@ def _lines(planned: _Planned, compared: list[Comparison] | None) -> Iterator[str
     download = f", {size(planned.download_bytes)} to download" if planned.download_bytes else ""
     yield f"{planned.where}{download}"
     yield (
-        f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, {spec.num_layers} layers{behind}, "
-        f"context {spec.max_position:,}"
+        f"{spec.architecture}, {count(facts.num_parameters)} parameters{active} in {facts.stored}, "
+        f"{spec.num_layers} layers{behind}, context {spec.max_position:,}"
     )
     if facts.vision is not None or facts.hearing is not None:
         video = None if facts.vision is None else facts.vision.video

@@ -88,6 +88,9 @@ class LoadedModel:
         self._beside: Sums = {}
         reader = open_reader(checkpoint)
         self.spec: ModelSpec = rescaled(read_spec(checkpoint, reader), config.rope).reaching(config.max_model_len)
+        if config.lora_modules and self.spec.encoder is not None:
+            told = "adapters that requests choose, of a model whose encoder reads texts"
+            raise UnsupportedError(told, "--lora FILE applies one to all requests")
         if config.lora or config.lora_modules:
             checkpoint, self._beside = adapt(checkpoint, reader, self.spec, config.lora, config.lora_modules)
             reader = open_reader(checkpoint)
@@ -154,9 +157,6 @@ class LoadedModel:
 
     def _encoder_of(self, reading: ReadingSpec, config: EngineConfig) -> Organ:
         """What reads texts: a part of the model, and loaded with it."""
-        if config.lora_modules:
-            told = "adapters that requests choose, of a model whose encoder reads texts"
-            raise UnsupportedError(told, "--lora FILE applies one to all requests")
         encoder = self.spec.encoder
         assert encoder is not None
 

@@ -80,8 +80,8 @@ def near_of(spec: ModelSpec, config: EngineConfig, num_bytes: int, longest_image
 
 
 def with_room_for_leads(config: EngineConfig, spec: ModelSpec) -> EngineConfig:
-    """The same where a context that was asked for is what an encoder reads and what is written: tokens that fill up a block between
-    the two, and what the decoder begins with, come beside that."""
+    """The same; where an encoder reads prompts, what fills up a block behind one, and what the decoder begins with, come beside
+    the tokens that were asked for."""
     if spec.encoder is None or config.max_model_len is None:
         return config
     return replace(config, max_model_len=config.max_model_len + LEAD)

@@ -12,7 +12,8 @@ _MARKS = (
     ("mlp", ("mixer.up_", "mixer.down_", "mixer.gate", "mixer.experts", "mixer.shared_", "mixer.fc", "mixer.suv_", "dory_suv_")),
     ("attention", ("attn", "ssm", "mixer.", ".mamba.", "attention", "Attention", "dory_s", "time_mix")),
     ("conv", ("conv",)),
-    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.", "channel_mix", "DenseRelu")),
+    ("mlp", ("mlp", "ffn", "feed_forward", "block_sparse_moe", "router", "experts", ".fc1.", ".fc2.", "channel_mix",
+             "DenseRelu")),
     ("per layer", (".proj.weight",)),
 )
 _OUTER = "language_model.", "thinker."
