@@ -165,6 +165,9 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "olmoe": {"7b-a1b": "allenai/OLMoE-1B-7B-0125-Instruct"},
     "flex-olmo": {"7x7b": "allenai/FlexOlmo-7x7B-1T"},
     "llama3.2-vision": {"11b": "meta-llama/Llama-3.2-11B-Vision-Instruct", "90b": "meta-llama/Llama-3.2-90B-Vision-Instruct"},
+    "t5": _sizes("google-t5/t5-*", "small base large"),
+    "flan-t5": _sizes("google/flan-t5-*", "small base large xl xxl"),
+    "madlad400": _sizes("google/madlad400-*-mt", "3B 7B 10B"),
     "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
     "zamba2": _sizes("Zyphra/Zamba2-*-Instruct", "1.2B 2.7B 7B"),
     "rwkv7": {
