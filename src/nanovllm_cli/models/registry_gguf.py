@@ -21,6 +21,7 @@ from nanovllm_cli.models.nomic import JINA_BERT_3, NOMIC_BERT_MOE
 from nanovllm_cli.models.plamo import PLAMO2, PLAMO3
 from nanovllm_cli.models.registry import HF_ARCHITECTURES, HF_BODIES, look_up
 from nanovllm_cli.models.states_alone import MAMBA
+from nanovllm_cli.models.t5 import family_of_t5_gguf
 
 _OWN = [family for family in (*HF_ARCHITECTURES.values(), *HF_BODIES.values()) if family.gguf_like is None]
 GGUF_ARCHITECTURES: dict[str, Family] = {
@@ -54,5 +55,7 @@ def gguf_family(metadata: Mapping[str, Any], names: Collection[str] = ()) -> Fam
         raise CheckpointError("GGUF metadata has no 'general.architecture'", "is this the file of a language model?")
     if name == "falcon":
         return family_of_falcon_gguf(metadata, names)
+    if name == "t5":
+        return family_of_t5_gguf(names)
     by_more = {"deepseek2": family_of_gguf, "glm4": family_of_glm4, "cohere2moe": family_of_cohere2moe}.get(name)
     return look_up(name, GGUF_ARCHITECTURES) if by_more is None else by_more(metadata)

@@ -9,7 +9,7 @@ was trained, which transformers calls "scale_decoder_outputs" and published file
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import replace
 from functools import partial
 from typing import Any
@@ -20,8 +20,8 @@ from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, DistanceSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
-from nanovllm_cli.models.family import Family, no_file, usual_keys
-from nanovllm_cli.models.names import modules
+from nanovllm_cli.models.family import Family, GGUFField, has_none, usual_keys
+from nanovllm_cli.models.names import MATRICES, modules
 
 _DEFAULTS = {
     "vocab_size": 32128, "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 6, "num_heads": 8, "layer_norm_epsilon": 1e-6,
@@ -42,6 +42,8 @@ T5_NAMES = {
 _LENGTH = 512
 """Of what was read, and of what was written, in training: "n_positions" of T5's files, where they have one."""
 _MOST_BUCKETS = 1 << 12
+_FARTHEST = 128
+"""Distance from which on all are one: of published models, and of all to llama.cpp."""
 _ACTIVATIONS = {
     "relu": "lone_relu", "gelu": "lone_gelu", "gelu_new": "lone_gelu_tanh", "silu": "lone_silu",
     "gated-gelu": "gelu_tanh", "gated-gelu_new": "gelu_tanh", "gated-silu": "silu", "gated-relu": "relu_gated",
@@ -63,7 +65,7 @@ def _usual_keys(usual: Mapping[str, Any], config: Mapping[str, Any]) -> Mapping[
 
 def _from_hf(by_layer: bool, is_scaled: bool, spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     layers = read.integer("num_layers")
-    buckets = read.integer("relative_attention_num_buckets", 32), read.integer("relative_attention_max_distance", 128)
+    buckets = read.integer("relative_attention_num_buckets", 32), read.integer("relative_attention_max_distance", _FARTHEST)
     tied = "scale_decoder_outputs" if read.has("scale_decoder_outputs") else "tie_word_embeddings"
     spec = with_encoder(spec, layers, *buckets, read.where, by_layer=by_layer)
     return replace(spec, logit_scale=spec.hidden_size**-0.5) if is_scaled and read.flag(tied, True) else spec
@@ -86,6 +88,44 @@ def with_encoder(spec: ModelSpec, layers: int, buckets: int, farthest: int, wher
     )  # fmt: skip
     blocks = (BlockSpec(attention, mlp, cross=CrossSpec(attention)),) * spec.num_layers
     return replace(spec, blocks=blocks, max_position=longest, distances=distances, encoder=encoder)
+
+
+def family_of_t5_gguf(names: Collection[str]) -> Family:
+    """By the names of a file's tensors. Nothing tells an mT5 from a T5 1.1, and nothing differs."""
+    return T5_FAMILIES["umt5" if "dec.blk.1.attn_rel_b.weight" in names else "t5", "dec.blk.0.ffn_gate.weight" in names]
+
+
+def _from_gguf(by_layer: bool, is_scaled: bool, spec: ModelSpec, read: ConfigReader, key: Callable[[str], str]) -> ModelSpec:
+    """llama.cpp leaves out the factor of a first T5's logits, which no file tells of: here it is as in transformers."""
+    layers = read.integer(key("decoder_block_count"), spec.num_layers)
+    if layers > MAX_LAYERS:
+        raise CheckpointError(f"{read.where} asks for {layers} layers; at most {MAX_LAYERS} are believed", BROKEN)
+    buckets = read.integer(key("attention.relative_buckets_count"))
+    decoder = replace(spec, blocks=spec.blocks[:1] * layers)
+    found = with_encoder(decoder, spec.num_layers, buckets, _FARTHEST, read.where, by_layer=by_layer)
+    return replace(found, logit_scale=spec.hidden_size**-0.5) if is_scaled else found
+
+
+def _gguf_keys(spec: ModelSpec) -> dict[str, GGUFField]:
+    """Raises UnsupportedError for distances that llama.cpp's would not be."""
+    assert spec.encoder is not None
+    assert spec.distances is not None
+    has_none(f"a {spec.architecture} model", distances_that_differ_beyond_128=spec.distances.farthest != _FARTHEST)
+    return {
+        "block_count": spec.encoder.num_layers, "decoder_block_count": spec.num_layers,
+        "attention.relative_buckets_count": spec.distances.buckets, "attention.layer_norm_epsilon": spec.norm.eps,
+    }  # fmt: skip
+
+
+def _gguf_names() -> dict[str, str]:
+    names = {"norm.weight": "dec.output_norm.weight", "encoder.norm.weight": "enc.output_norm.weight"}
+    parts = {"attention_norm": "attn_norm", "mlp_norm": "ffn_norm", **{f: f"attn_{f}" for f in "qkvo"}, "distances": "attn_rel_b",
+             **{part: f"ffn_{part}" for part in MATRICES}}  # fmt: skip
+    crossing = {"cross_norm": "cross_attn_norm", **{f"cross_{f}": f"cross_attn_{f}" for f in "qkvo"}}
+    for ours, theirs, own in (("encoder.", "enc", parts), ("", "dec", parts | crossing)):
+        names |= {f"{o}.weight": f"{t}.weight" for o, t in modules(f"{ours}blocks.{{i}}.", f"{theirs}.blk.{{i}}.", own).items()}
+        names[f"{ours}distances.weight"] = f"{theirs}.blk.0.attn_rel_b.weight"
+    return names
 
 
 def _hf_names(*, gated: bool, by_layer: bool) -> dict[str, str]:
@@ -121,7 +161,11 @@ def _family(name: str, *, gated: bool) -> Family:
             "encoder.embed_tokens.", "decoder.embed_tokens.",
             "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.",  # which no code reads
         ),
-        gguf_like=no_file(name.upper()),
+        gguf_name="t5",
+        gguf_names=_gguf_names(),
+        gguf=partial(_from_gguf, by_layer, not gated),
+        gguf_keys=_gguf_keys,
+        gguf_activation="gelu_tanh" if gated else "lone_relu",
     )  # fmt: skip
 
 

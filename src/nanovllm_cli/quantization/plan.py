@@ -267,7 +267,9 @@ def _weights(original: Original, kind: Kind, choices: Choices) -> Iterator[Weigh
         refuse_factors(checkpoint)
     called = _names_in_output(original, kind)
     more = ("per_layer_gate", "per_layer_out") if spec.per_layer_width else ()
-    names = [f"blocks.{i}.{part}.weight" for i, block in enumerate(spec.blocks) for part in (*_parts(block, kind), *more)]
+    halves = [("", spec.blocks), *([] if spec.encoder is None else [("encoder.", spec.encoder.blocks)])]
+    names = [f"{half}blocks.{i}.{part}.weight" for half, blocks in halves for i, block in enumerate(blocks)
+             for part in (*_parts(block, kind), *more)]  # fmt: skip
     outer = ["embedding.weight", *(["per_layer_embedding.weight"] if spec.num_by_token and kind == "gguf" else [])]
     for ours in (*outer, *names, "head.weight"):
         source = checkpoint_name(ours, there)
@@ -343,6 +345,7 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
         if (ahead := block.mixer.ahead) is not None:
             mixer = (*mixer, "gate_up", "down", "ahead_out") if ahead.uses else ("ahead_out",)
         mixer = (*mixer, *MAMBA)
+    mixer = (*mixer, *LOOKS) if block.cross is not None else mixer
     present = (*mixer, *(() if mlp is None else (*mlp.parts, "down")))
     yield from (part for part in present if part in MIXERS or mlp is block.mlp)
     if isinstance(read, AttentionSpec) and read.values is not None:

@@ -41,6 +41,7 @@ from nanovllm_cli.weights.further import as_gguf, gguf_sayable, read_further
 from nanovllm_cli.weights.gguf_writer import Header, HeaderBuilder
 from nanovllm_cli.weights.heads import gguf_head
 from nanovllm_cli.weights.pooling import GGUF_POOLINGS, Embedding, embedding_of, use_of
+from nanovllm_cli.weights.reading import gguf_reading
 from nanovllm_cli.weights.tokenizer import declared_ends
 
 MAX_CARD_BYTES = 1 << 20
@@ -159,7 +160,7 @@ def gguf_header(
     config = {**family.defaults, **own}
     learned = spec.reads_both_ways or spec.entry is not None
     context_length = spec.max_position if learned else config.get("max_position_embeddings", 2048)
-    keys = _keys(spec, family, own)
+    keys = _keys(spec, family, own) | gguf_reading(checkpoint, spec)
     if predicts_further:
         keys |= {"nextn_predict_layers": 1}
         if isinstance(flags := keys.get("attention.recurrent_layers"), list):
@@ -174,8 +175,7 @@ def gguf_header(
     _add_sampling(builder, checkpoint.generation_config)
     notes += [f"{key}, which is not what it should be" for key in builder.dropped()]
     _add_model(builder, spec, family, keys, context_length)
-    embedding = use_of(embedding_of(checkpoint), spec)
-    notes += _add_pooling(builder, embedding)
+    notes += _add_pooling(builder, embedding := use_of(embedding_of(checkpoint), spec))
     tensors |= _add_dense(builder, checkpoint, embedding, family)
     if spec.entry is not None and spec.entry.segments:
         builder.add_token_type_count(spec.entry.segments)

@@ -9,6 +9,12 @@ from nanovllm_cli.reading_spec import ReadingSpec, TextTower
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
 
+def gguf_reading(checkpoint: Checkpoint, spec: ModelSpec) -> dict[str, int]:
+    """What GGUF files say of it, by keys without the architecture."""
+    reading = read_reading(checkpoint, spec)
+    return {} if reading is None else {"decoder_start_token_id": reading.begins[0]}
+
+
 def read_reading(checkpoint: Checkpoint, spec: ModelSpec) -> ReadingSpec | None:
     """None where it has no encoder of texts. The decoder begins with "decoder_start_token_id"; files that say nothing of it mean
     the padding, as T5 was trained. CheckpointError for a token that is none."""
