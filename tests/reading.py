@@ -3,9 +3,13 @@
 from __future__ import annotations
 
 import functools
+import io
+import json
+import random
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 
 from engines import random_model, save
@@ -25,6 +29,8 @@ KINDS: dict[str, tuple[str, dict[str, Any]]] = {
     "ul2": ("T5", {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False}),
     "mt5": ("MT5", {"tie_word_embeddings": False}),
     "umt5": ("UMT5", {"tie_word_embeddings": False}),
+    "t5 as a file": ("T5", {"feed_forward_proj": "relu", "relative_attention_max_distance": 128}),
+    "umt5 as a file": ("UMT5", {"tie_word_embeddings": False, "relative_attention_max_distance": 128}),
 }
 """By what they are known as: transformers' name, and what differs from SHAPE."""
 
@@ -50,6 +56,28 @@ def t5_folder(folder: Path, kind: str = "flan-t5", dtype: torch.dtype = torch.fl
     """With a tokenizer whose tokens are bytes, and which puts END behind a text."""
     save(t5(kind, dtype), folder)
     write_byte_tokenizer(folder, ("<pad>", "</s>"), bos_token="<pad>", eos_token="</s>")
+    return folder
+
+
+def pieces() -> bytes:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    generator = random.Random(0)
+    words = ["".join(generator.choices("abcde\u00e9", k=generator.randint(1, 7))) for _ in range(300)]
+    lines = (" ".join(generator.choices(words, k=12)) for _ in range(400))
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=lines, model_writer=buffer, vocab_size=180, hard_vocab_limit=False, model_type="unigram", pad_id=0,
+        eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
+    )  # fmt: skip
+    return buffer.getvalue()
+
+
+def with_pieces(folder: Path) -> Path:
+    """The same with a vocabulary as Google's folders have it, of which there is no tokenizer.json."""
+    (folder / "tokenizer.json").unlink()
+    (folder / "spiece.model").write_bytes(pieces())
+    told = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
+    (folder / "tokenizer_config.json").write_text(json.dumps(told))
     return folder
 
 

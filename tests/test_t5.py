@@ -5,25 +5,28 @@ from __future__ import annotations
 
 import dataclasses
 import json
+import re
+import shutil
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
 from nanovllm_cli.config import Lora, LoraModule
 from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import PromptTooLongError, UnsupportedError
+from nanovllm_cli.errors import CheckpointError, NanovllmError, PromptTooLongError, UnsupportedError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage, Sound, TokenIds
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.control_vector import check_led
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from reading import KINDS, START, a_source, expected, t5, t5_folder
+from reading import KINDS, START, VOCAB, a_source, expected, t5, t5_folder, with_pieces
+from test_convert import converted
 
 pytest.importorskip("transformers")
 
@@ -46,6 +49,65 @@ def test_answers_are_what_transformers_writes(kind: str, tmp_path: Path) -> None
         (alone,) = run(engine_for(worker), [(list(source), greedily(30, logprobs=0))])
         assert logprobs_of(alone) == logprobs_of(output)
         assert output.prompt_token_ids == source
+
+
+@pytest.mark.parametrize("kind", ["t5 as a file", "umt5 as a file"])
+def test_gguf_files_are_llama_cpps(kind: str, tmp_path: Path) -> None:
+    """By the names that its own package has, in what `convert` writes; and by the numbers that come of them."""
+    gguf = pytest.importorskip("gguf")
+    (tmp_path / "folder").mkdir()
+    converted(with_pieces(t5_folder(tmp_path / "folder", kind)), tmp_path / "a.gguf", "gguf")
+    reader = gguf.GGUFReader(tmp_path / "a.gguf")
+    patterns = {gguf.TENSOR_NAMES[each] + ".weight" for each in gguf.MODEL_TENSORS[gguf.MODEL_ARCH.T5]}
+    assert {re.sub(r"blk\.\d+", "blk.{bid}", tensor.name) for tensor in reader.tensors} <= patterns
+    said = {key: field.contents() for key, field in reader.fields.items()}
+    keys = gguf.Keys.Attention.REL_BUCKETS_COUNT, gguf.Keys.LLM.DECODER_START_TOKEN_ID, gguf.Keys.LLM.DECODER_BLOCK_COUNT
+    assert [said[key.format(arch="t5")] for key in keys] == [16, START, 3]
+    assert (said["general.architecture"], said["t5.block_count"], said["t5.context_length"]) == ("t5", 2, 256)
+    worker, source = worker_for(tmp_path / "a.gguf", dtype="float32", num_blocks=64), a_source(100)
+    (output,) = run(engine_for(worker), [(list(source), greedily(16, logprobs=0))])
+    ids = output.outputs[0].token_ids
+    logprobs = expected(kind, source, ids)[:-1]
+    assert list(ids) == logprobs.argmax(-1).tolist()
+    torch.testing.assert_close(torch.tensor(logprobs_of(output)), logprobs.max(-1).values, rtol=1e-4, atol=1e-4)
+
+
+def test_distances_that_no_file_can_say_are_refused(folder: Path, tmp_path: Path) -> None:
+    with pytest.raises(UnsupportedError, match="GGUF cannot say this of a t5 model: distances"):
+        converted(folder, tmp_path / "a.gguf", "gguf")
+
+
+@pytest.mark.parametrize(
+    ("changes", "error", "said"),
+    [
+        ({"relative_attention_num_buckets": 6}, CheckpointError, "6 buckets"),
+        ({"relative_attention_max_distance": 8}, CheckpointError, "up to 8"),
+        ({"num_layers": 5000}, CheckpointError, "5000 layers"),
+        ({"feed_forward_proj": "gated-tanh"}, UnsupportedError, "gated-tanh"),
+        ({"decoder_start_token_id": VOCAB}, CheckpointError, "of 300 tokens"),
+        ({"d_kv": 7}, UnsupportedError, "not an even number"),
+        ({"num_decoder_layers": 2}, CheckpointError, "not part of the model"),
+    ],
+)
+def test_configs_that_make_no_sense_are_refused(
+    changes: dict[str, Any], error: type[NanovllmError], said: str, folder: Path, tmp_path: Path
+) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    config = json.loads((tmp_path / "model" / "config.json").read_text())
+    (tmp_path / "model" / "config.json").write_text(json.dumps(config | changes))
+    (tmp_path / "model" / "generation_config.json").unlink()
+    with pytest.raises(error, match=said):
+        worker_for(tmp_path / "model")
+
+
+def test_an_embedding_under_its_other_name_is_found(folder: Path, worker: Worker, tmp_path: Path) -> None:
+    shutil.copytree(folder, tmp_path / "model")
+    tensors = load_file(folder / "model.safetensors")
+    tensors["decoder.embed_tokens.weight"] = tensors.pop("shared.weight")
+    save_file(tensors, tmp_path / "model" / "model.safetensors", metadata={"format": "pt"})
+    asked = [(list(a_source(9)), greedily(4, logprobs=0))]
+    (found,), (wanted,) = run(engine_for(worker_for(tmp_path / "model", dtype="float32")), asked), run(engine_for(worker), asked)
+    assert logprobs_of(found) == logprobs_of(wanted)
 
 
 @pytest.fixture(scope="module")

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import io
 import json
-import random
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -17,7 +15,7 @@ from nanovllm_cli import LLM, SamplingParams
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import aliases
-from reading import END, expected, t5_folder
+from reading import END, expected, t5_folder, with_pieces
 from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
 
@@ -26,27 +24,9 @@ ARGS = ("-t", "2", "--kv-cache", "8M", "-q", "--temp", "0", "-n", "12", "--ignor
 TEXTS = ("abe cab", "dec dea cab ab a e d c b a b c d e", "a")
 
 
-def pieces() -> bytes:
-    sentencepiece = pytest.importorskip("sentencepiece")
-    generator = random.Random(0)
-    words = ["".join(generator.choices("abcde\u00e9", k=generator.randint(1, 7))) for _ in range(300)]
-    lines = (" ".join(generator.choices(words, k=12)) for _ in range(400))
-    buffer = io.BytesIO()
-    sentencepiece.SentencePieceTrainer.train(
-        sentence_iterator=lines, model_writer=buffer, vocab_size=180, hard_vocab_limit=False, model_type="unigram", pad_id=0,
-        eos_id=1, unk_id=2, bos_id=-1, minloglevel=2,
-    )  # fmt: skip
-    return buffer.getvalue()
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    folder = t5_folder(tmp_path_factory.mktemp("t5") / "model")
-    (folder / "tokenizer.json").unlink()
-    (folder / "spiece.model").write_bytes(pieces())
-    told = {"tokenizer_class": "T5Tokenizer", "extra_ids": 100, "eos_token": "</s>", "pad_token": "<pad>", "unk_token": "<unk>"}
-    (folder / "tokenizer_config.json").write_text(json.dumps(told))
-    return folder
+    return with_pieces(t5_folder(tmp_path_factory.mktemp("t5") / "model"))
 
 
 @pytest.fixture(scope="module")
@@ -113,7 +93,7 @@ def test_the_library_tells_the_prompt_as_it_was_given(folder: Path, told: dict[s
         (("embed", "MODEL", "a"), "embeds nothing", (6,)),
         (("perplexity", "MODEL", "-c", "64"), "answers to others", (6,)),
         (("quantize", "MODEL", "--to", "int8", "-o", "OUT"), "answers to others", (6,)),
-        (("convert", "MODEL", "-o", "OUT.gguf"), "GGUF has no T5", (6,)),
+        (("convert", "MODEL", "-o", "OUT.gguf"), "distances that differ beyond 128", (6,)),
         (("bench", "MODEL", "-p", "16", "-n", "4", "-d", "16", "-r", "1"), "leave -d out", (6,)),
         (("run", "MODEL", "a", "--image", "IMAGE", *ARGS), "--image has no meaning", (2,)),
     ],
