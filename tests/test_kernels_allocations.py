@@ -103,6 +103,7 @@ def test_streams_and_gates_of_many_tokens_make_no_more_arrays_than_those_of_one(
     tables, gains = (randn(16, 4), randn(4, 4)), randn(96, dtype=BF16)
     for rows in (1, 30):
         streams, logits, found = randn(4, rows, 96, dtype=BF16), randn(rows, 4), randn(rows, 96, dtype=BF16)
+        gains_of_all, normed = randn(384, dtype=BF16), randn(rows, 384, dtype=BF16)
         calls: list[Callable[[], object]] = [
             lambda x=streams, z=logits: altups.altup_predict(x, z, tables[0], 0.1),
             lambda x=streams, y=found, z=logits: altups.altup_correct(x, y, z, tables[1], gains, 0.1),
@@ -110,6 +111,8 @@ def test_streams_and_gates_of_many_tokens_make_no_more_arrays_than_those_of_one(
             lambda y=found: altups.sparse_gate(y, 1.0),
             lambda x=streams: connections.read_streams(x, randn(8, 384), randn(8), randn(2), 1e-6, 0.0, 2.0),
             lambda x=streams, y=found, z=logits: connections.write_streams(x, y, z),
+            lambda x=streams, y=gains_of_all: connections.norm_streams(x, y, 1e-6, 1.0),
+            lambda y=normed, z=logits: connections.mix_streams(y, y, 4, z),
         ]
         for call in calls:
             call()

@@ -414,3 +414,27 @@ def test_a_quantized_folder_is_read(with_ngrams: tuple[Any, Path], tmp_path: Pat
     assert torch.equal(stored, kept)
     with pytest.raises(UnsupportedError, match="is not calibrated yet: it has several streams"):
         quantize("int8", tmp_path / "g", folder, algorithm="gptq", num_samples=1)
+
+
+@pytest.mark.parametrize("place", ["model.layers", "model.language_model.layers"])
+def test_stacked_experts_are_never_turned_over(place: str, tmp_path: Path) -> None:
+    """As the hub's folders have them, and what sees by the name that the first ones gave it; what guesses is left aside."""
+    text = TEXT | {"moe_intermediate_size": 24}
+    model = random_model(Qwen4ExpTextConfig(**SHAPE | CONFIGS["all of it"] | {"moe_intermediate_size": 24}))
+    if "language" in place:
+        config = Qwen4ExpConfig(text_config=text, vision_config=MODELS["qwen4"].vision_config.to_dict(), **QWEN_IDS)
+        model = random_model(config, auto=AutoModelForImageTextToText)
+    folder, tokens = save(model, tmp_path), with_ends(prompts(500)[:5])
+    if "language" in place:
+        said = json.loads((folder / "config.json").read_text())["vision_config"]
+        edited(folder, {"vision_config": said | {"model_type": "qwen4_exp"}})
+    tensors = load_file(folder / "model.safetensors") | {"mtp.fc.weight": torch.ones(48, 96)}
+    for i in range(4):
+        parts = {part: torch.stack([tensors.pop(f"{place}.{i}.mlp.experts.{e}.{part}_proj.weight") for e in range(5)])
+                 for part in ("gate", "up", "down")}  # fmt: skip
+        tensors[f"{place}.{i}.mlp.experts.gate_up_proj"] = torch.cat([parts["gate"], parts["up"]], 1)
+        tensors[f"{place}.{i}.mlp.experts.down_proj"] = parts["down"]
+    save_file(tensors, folder / "model.safetensors")
+    worker = worker_for(folder, dtype="float32")
+    assert (worker.sight is not None) == ("language" in place)
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
