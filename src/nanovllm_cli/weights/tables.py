@@ -24,12 +24,6 @@ STAYS = "blocks.{i}.shards.{e}.weight"
 """Our names of them."""
 
 
-def is_table(ours: str) -> bool:
-    """Whether one of our names is that of a part of such a table."""
-    parts = ours.split(".")
-    return parts[0] == "blocks" and parts[2] == "shards"
-
-
 def as_divided(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
     """The same with such tables divided as a folder has them, where all parts are there."""
     if not any(isinstance(mixer, DeltaSpec) and mixer.ngrams is not None for mixer in spec.mixers):
