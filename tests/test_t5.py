@@ -25,7 +25,7 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.control_vector import check_led
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from reading import KINDS, START, VOCAB, a_source, expected, t5, t5_folder, with_pieces
+from reading import END, KINDS, START, VOCAB, a_source, expected, t5, t5_folder, with_pieces
 from test_convert import converted
 
 pytest.importorskip("transformers")
@@ -49,6 +49,23 @@ def test_answers_are_what_transformers_writes(kind: str, tmp_path: Path) -> None
         (alone,) = run(engine_for(worker), [(list(source), greedily(30, logprobs=0))])
         assert logprobs_of(alone) == logprobs_of(output)
         assert output.prompt_token_ids == source
+
+
+@pytest.mark.parametrize("kind", ["t5", "umt5"])
+def test_beams_find_what_those_of_transformers_do(kind: str, tmp_path: Path) -> None:
+    """Each begins behind the same text, which is encoded once."""
+    engine, source = engine_for(worker_for(t5_folder(tmp_path, kind), dtype="float32", num_blocks=64), (END,)), a_source(21)
+    (output,) = run(engine, [(list(source), SamplingParams(num_beams=4, n=4, max_tokens=9, logprobs=0))])
+    theirs = t5(kind).generate(
+        torch.tensor([source]), num_beams=4, num_return_sequences=4, max_new_tokens=9, do_sample=False, eos_token_id=END,
+        decoder_start_token_id=START, pad_token_id=START, return_dict_in_generate=True, output_scores=True,
+    )  # fmt: skip
+    for answer, row, score in zip(output.outputs, theirs.sequences.tolist(), theirs.sequences_scores.tolist(), strict=True):
+        ids = list(answer.token_ids)
+        assert ids == row[1 : 1 + len(ids)]
+        assert set(row[1 + len(ids) :]) <= {START}
+        assert sum(each.logprob for each in answer.logprobs or ()) / len(ids) == pytest.approx(score, abs=1e-4)
+    assert engine.stats().scheduled_tokens < 9 * 4 * 32, "the text is read once"
 
 
 @pytest.mark.parametrize("kind", ["t5 as a file", "umt5 as a file"])
