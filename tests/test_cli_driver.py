@@ -132,7 +132,7 @@ class LLM:
         self.num_parameters, self.weight_bytes, self.kv_bytes, self.threads = 1000, 1 << 20, 1 << 19, config.threads or 1
         self.dtype, *self.kv_dtypes = ("float32" if kind == "auto" else kind for kind in (config.dtype, *config.cache_types))
         self.mmproj = config.mmproj
-        self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True)
+        self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True, encoder=None)
         self.senses = self.vision = self.hearing = None
 
     def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:

@@ -180,7 +180,7 @@ class Engine:
         asked = self._checked_prompt(prompt_ids)
         prompt, images = led_prompt(self._seeing, prompt_ids, asked, cache_salt)
         if params.prompt_logprobs is not None and any(each.leads for each in images):
-            raise UnsupportedError("prompt_logprobs of what an encoder reads, a sound or an image in front", "leave it out")
+            raise UnsupportedError("prompt_logprobs of a text that an encoder reads, or behind sounds and images", "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         request = Request(
