@@ -15,7 +15,7 @@ from typing import Any
 
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams

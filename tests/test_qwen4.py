@@ -353,6 +353,8 @@ TABLES: dict[str, tuple[str, Any, str]] = {
     "sizes that go beyond": (SIZES, lambda t: t + 900, "does not fit its table"),
     "a size of nothing": (SIZES, lambda t: t * 0, "does not fit its table"),
     "offsets that overlap": (BUFFERS.format(2, "ngram_heads_offsets"), lambda t: t + 1, "does not fit its table"),
+    "sizes that are no numbers": (SIZES, lambda t: t.double() * float("nan"), "is no whole numbers"),
+    "multipliers below nothing": (BUFFERS.format(0, "layer_multipliers"), lambda t: -t, "is no whole numbers"),
     "a multiplier too few": (BUFFERS.format(0, "layer_multipliers"), lambda t: t[:2], "does not fit its table"),
 }  # fmt: skip
 

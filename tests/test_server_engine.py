@@ -23,7 +23,7 @@ import nanovllm_cli
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import CheckpointError, NanovllmError
 from nanovllm_cli.llm import LLM

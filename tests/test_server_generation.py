@@ -19,7 +19,7 @@ import pytest
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constrain.gbnf import lark_of_gbnf
 from nanovllm_cli.constraint import Constraint
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.model_spec import Pooling

@@ -25,7 +25,7 @@ from fastapi import APIRouter
 from starlette.responses import Response
 
 from http_server import Answer, Running, read_answer, running
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server import errors, keys

@@ -16,7 +16,7 @@ import pytest
 
 import nanovllm_cli
 from nanovllm_cli.config import EngineConfig, LoraModule
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.server import served_models
 from nanovllm_cli.server.api_error import ApiError

@@ -32,10 +32,10 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
-from nanovllm_cli.engine.engine import Engine, EngineStats
+from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.memory import with_room_for_leads
-from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.outputs import EngineStats, RequestOutput
 from nanovllm_cli.engine.placement import Placement
 from nanovllm_cli.engine.readers import Readers
 from nanovllm_cli.engine.vectors import nearness, unit

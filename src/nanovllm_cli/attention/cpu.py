@@ -345,7 +345,6 @@ class CpuAttention:
     ) -> torch.Tensor:
         return wkv.wkv7(inputs, tables, spec.eps, States(*cache), *step.for_states)
 
-
     def ngram_rows(
         self, ids: torch.Tensor, table: NGramTable, hashes: NGramHashes, dtype: torch.dtype, cache: LayerCache, step: CpuStep
     ) -> torch.Tensor:

@@ -355,8 +355,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
          "--output-json-full", "-ojf", "-of", "-olrc", "-ocsv", "-owts"):
             "a transcript is text, with --subtitles srt or vtt a file of these, with --json both; -o FILE keeps it",
         ("--initial-prompt",): "what may come up in a sound stands behind it: --audio FILE 'names and words'",
-        ("--patience",):
-            "--beams 5 looks for the likeliest text until as many are found: leave it out",
+        ("--patience",): "--beams 5 ends when five texts are found that no other is likely to better: leave it out",
         ("-nf", "--no-fallback"): "here it is -tpi 0",
         ("-nt", "--no-timestamps", "--without-timestamps"): "only --subtitles writes times: leave it out",
         ("-dl", "--detect-language"): "a Whisper hears the language where nobody names one, and --json tells it: leave it out",

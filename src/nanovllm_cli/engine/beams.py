@@ -56,13 +56,15 @@ class BeamSearch:
         kept: list[Beam] = []
         length = len(self.beams[0].token_ids) + 1
         for place, (total, i, j) in enumerate(order):
-            beam, (token_id, logprob) = self.beams[i], rows[i].top[j]
-            told = TokenLogprobs(token_id, logprob, j + 1, rows[i].top)
+            is_first, (token_id, logprob) = place < self._num_beams, rows[i].top[j]
+            ends = token_id in self._end_ids or length == self._max_tokens
+            if not (is_first if ends else len(kept) < self._num_beams):
+                continue
+            beam, told = self.beams[i], TokenLogprobs(token_id, logprob, j + 1, rows[i].top)
             longer = Beam((*beam.token_ids, token_id), (*beam.logprobs, told), total)
-            if token_id in self._end_ids or length == self._max_tokens:
-                if place < self._num_beams:
-                    self.found.append((self._score(total, length), longer))
-            elif len(kept) < self._num_beams:
+            if ends:
+                self.found.append((self._score(total, length), longer))
+            else:
                 kept.append(longer)
         self.found = sorted(self.found, key=lambda each: -each[0])[: self._num_beams]
         self.beams = kept

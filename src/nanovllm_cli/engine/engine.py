@@ -18,7 +18,6 @@ import operator
 import time
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass
-from typing import NamedTuple
 
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.cross_spec import Alignment
@@ -29,7 +28,7 @@ from nanovllm_cli.engine.checked_images import Seeing, checked_images, led_promp
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
-from nanovllm_cli.engine.outputs import RequestMetrics, RequestOutput
+from nanovllm_cli.engine.outputs import EngineStats, RequestMetrics, RequestOutput
 from nanovllm_cli.engine.plan import Drawn
 from nanovllm_cli.engine.pooling import check_pooling
 from nanovllm_cli.engine.preparing import Preparing
@@ -48,25 +47,6 @@ MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
 Further = Callable[[tuple[float, ...]], tuple[float, ...]]
 """What a pooled vector goes through behind the model."""
-
-
-class EngineStats(NamedTuple):
-    """Counts, the last five since the start. running and waiting are sequences.
-
-    used + cached + free blocks are the whole cache; the cached ones are kept for later requests and can be evicted.
-    prefix_hit_tokens: found instead of computed. scheduled_tokens: computed. generated_tokens: drawn.
-    """
-
-    running: int
-    waiting: int
-    free_blocks: int
-    used_blocks: int
-    cached_blocks: int
-    prefix_hit_tokens: int
-    preemptions: int
-    steps: int
-    scheduled_tokens: int
-    generated_tokens: int
 
 
 @dataclass(slots=True, eq=False)
@@ -183,12 +163,13 @@ class Engine:
             raise UnsupportedError("prompt_logprobs of a text that an encoder reads, or behind sounds and images", "leave it out")
         room = self._context_len - len(prompt)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
+        eos_ids = () if params.ignore_eos else self._eos_ids
         request = Request(
             request_id=request_id,
             prompt_ids=prompt,
             params=params,
             max_len=len(prompt) + answer_len,
-            stop_ids=tuple(dict.fromkeys((*(() if params.ignore_eos else self._eos_ids), *params.stop_token_ids))),
+            stop_ids=tuple(dict.fromkeys((*eos_ids, *params.stop_token_ids))),
             arrival=self._clock(),
             priority=priority,
             cache_salt=cache_salt,

@@ -1,4 +1,4 @@
-"""What the engine hands to its callers: the state of a request after a step.
+"""What the engine hands to its callers: the state of a request after a step, and its own counts.
 
 Texts and id lists are cumulative; `delta_text` and `delta_ids` are what the last step added, so that a stream costs
 what it prints. A caller that keeps an output keeps a snapshot: nothing that it can read here changes after it was handed
@@ -99,3 +99,22 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     pooled: tuple[float, ...] | None = None
     prompt: str | None = None
+
+
+class EngineStats(NamedTuple):
+    """Counts, the last five since the start. running and waiting are sequences.
+
+    used + cached + free blocks are the whole cache; the cached ones are kept for later requests and can be evicted.
+    prefix_hit_tokens: found instead of computed. scheduled_tokens: computed. generated_tokens: drawn.
+    """
+
+    running: int
+    waiting: int
+    free_blocks: int
+    used_blocks: int
+    cached_blocks: int
+    prefix_hit_tokens: int
+    preemptions: int
+    steps: int
+    scheduled_tokens: int
+    generated_tokens: int

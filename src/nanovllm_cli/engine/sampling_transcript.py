@@ -43,10 +43,14 @@ class TranscriptMask:
     def likeliest(self, logits: NDArray[np.float32], count: int) -> tuple[tuple[int, float], ...]:
         """So many of the tokens that its latest mask leaves of these logits [V], which it was made of, from the likeliest down,
         with their log-probabilities among them all."""
+        if not count:
+            return ()
         ids = np.flatnonzero(self._left)
-        order = np.argsort(-logits[ids], kind="stable")[:count]
         whole = _together(logits[ids], np.float32)
-        return tuple((int(token_id), float(logits[token_id]) - whole) for token_id in ids[order])
+        if count < len(ids):
+            ids = ids[np.argpartition(-logits[ids], count)[:count]]
+        ids = ids[np.lexsort((ids, -logits[ids]))]
+        return tuple((int(token_id), float(logits[token_id]) - whole) for token_id in ids)
 
     def _put_times(self, known: NDArray[np.bool_], drawn: Sequence[int], first: int) -> None:
         known[first - 1] = False  # which says that there are none

@@ -14,10 +14,11 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels.ops import Ops
+from nanovllm_cli.layers.gated_streams import GatedConnection
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.norm_spec import NormSpec
-from nanovllm_cli.streams_spec import ConnectionsSpec
+from nanovllm_cli.streams_spec import ConnectionsSpec, GatedStreamsSpec
 
 
 class Connection:
@@ -38,21 +39,25 @@ class Connection:
         spec = self.spec
         return self.ops.read_streams(streams, self.matrix, self.base, self.scale, self.eps, spec.least, spec.most)
 
-    def write(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
-        """found [T, hidden] joins all streams, which are changed in place. weights: of `read`."""
-        self.ops.write_streams(streams, found, weights)
-
     def slots(self) -> Slots:
         tables = {"weight": self.matrix, "base": self.base, "scale": self.scale}
         return {f"{self.name}.{part}": table_slot(table) for part, table in tables.items()}
 
 
+def connection_of(
+    spec: ConnectionsSpec | GatedStreamsSpec, norm: NormSpec, hidden_size: int, kit: Kit, name: str, *, writes: bool = True
+) -> Connection | GatedConnection:
+    """What a half of a layer reads several streams by, and by what weights it writes them; of either kind."""
+    kind = Connection if isinstance(spec, ConnectionsSpec) else GatedConnection
+    return kind(spec, norm, hidden_size, kit, name, writes=writes)  # type: ignore[arg-type]
+
+
 class Connections:
     """All streams out of one, and one out of all."""
 
-    def __init__(self, spec: ConnectionsSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
+    def __init__(self, spec: ConnectionsSpec | GatedStreamsSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         self.ops, self.count = kit.ops, spec.count
-        self.last = Connection(spec, norm, hidden_size, kit, "last_connection", writes=False)
+        self.last = connection_of(spec, norm, hidden_size, kit, "last_connection", writes=False)
 
     def enter(self, x: torch.Tensor) -> torch.Tensor:
         """x [T, hidden] -> [S, T, hidden]."""

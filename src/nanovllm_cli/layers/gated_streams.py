@@ -14,12 +14,11 @@ from __future__ import annotations
 import torch
 
 from nanovllm_cli.kernels.ops import Ops
-from nanovllm_cli.layers.connections import Connection
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.slots import Slots, table_slot
 from nanovllm_cli.norm_spec import NormSpec
-from nanovllm_cli.streams_spec import AnyStreams, ConnectionsSpec, GatedStreamsSpec
+from nanovllm_cli.streams_spec import GatedStreamsSpec
 
 
 class GatedConnection:
@@ -45,43 +44,7 @@ class GatedConnection:
         mixed = self.ops.mix_streams(normed, gates, self.count, weights)
         return mixed, self.ops.room(len(mixed), 0, torch.float32) if weights is None else weights
 
-    def write(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
-        """found [T, hidden] joins all streams, which are changed in place. weights: of `read`."""
-        self.ops.write_streams(streams, found, weights)
-
     def slots(self) -> Slots:
         linears = (self.down, self.up) if self.inject is None else (self.down, self.up, self.inject)
         norm = {f"{self.name}.norm.weight": table_slot(self.gains, self.norm.stored_offset)}
         return norm | {name: slot for each in linears for name, slot in each.slots().items()}
-
-
-class GatedStreams:
-    """All streams out of one, and one out of all."""
-
-    def __init__(self, spec: GatedStreamsSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
-        self.ops, self.count = kit.ops, spec.count
-        self.last = GatedConnection(spec, norm, hidden_size, kit, "last_connection", writes=False)
-
-    def enter(self, x: torch.Tensor) -> torch.Tensor:
-        """x [T, hidden] -> [S, T, hidden]."""
-        return self.ops.spread(x, self.count)
-
-    def leave(self, streams: torch.Tensor) -> torch.Tensor:
-        """[S, T, hidden] -> [T, hidden]."""
-        return self.last.read(streams)[0]
-
-    def slots(self) -> Slots:
-        return self.last.slots()
-
-
-def connections_of(
-    streams: AnyStreams | None, norm: NormSpec, width: int, kit: Kit
-) -> list[Connection] | list[GatedConnection]:
-    """What both halves of a layer read and write several streams by; none where there is one stream, or others."""
-    names = "attention_connection", "mlp_connection"
-    match streams:
-        case ConnectionsSpec():
-            return [Connection(streams, norm, width, kit, name) for name in names]
-        case GatedStreamsSpec():
-            return [GatedConnection(streams, norm, width, kit, name) for name in names]
-    return []

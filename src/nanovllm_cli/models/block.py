@@ -10,12 +10,13 @@ from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState
 from nanovllm_cli.layers.altup import AltUp
 from nanovllm_cli.layers.attention import Attention
+from nanovllm_cli.layers.connections import Connection, connection_of
 from nanovllm_cli.layers.conv import ShortConv
 from nanovllm_cli.layers.convolved import ConvolvedAttention
 from nanovllm_cli.layers.cross import Cross, Look
 from nanovllm_cli.layers.delta import ChannelDelta, Delta, Mamba
 from nanovllm_cli.layers.gated_norm import GatedNorm
-from nanovllm_cli.layers.gated_streams import connections_of
+from nanovllm_cli.layers.gated_streams import GatedConnection
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.latent import LatentAttention
 from nanovllm_cli.layers.mixer import Mixer
@@ -34,7 +35,7 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
-from nanovllm_cli.streams_spec import StreamsSpec
+from nanovllm_cli.streams_spec import ConnectionsSpec, GatedStreamsSpec, StreamsSpec
 
 
 class Block:
@@ -64,12 +65,14 @@ class Block:
         self.after_attention, self.after_mlp = (self.norms.get(name) for name in ("after_attention_norm", "after_mlp_norm"))
         self.per_layer = PerLayer(model, kit) if model.per_layer_width else None
         self.altup = AltUp(spec.streams, model.norm, width, kit) if isinstance(spec.streams, StreamsSpec) else None
-        self.connections = connections_of(spec.streams, model.norm, width, kit)
+        self.connections: list[Connection | GatedConnection] = []
+        if isinstance(spec.streams, ConnectionsSpec | GatedStreamsSpec):
+            names = "attention_connection", "mlp_connection"
+            self.connections = [connection_of(spec.streams, model.norm, width, kit, name) for name in names]
+            assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
         ngrams = spec.mixer.ngrams if isinstance(spec.mixer, DeltaSpec) else None
         self.ngrams = None if ngrams is None else NGrams(ngrams, model.norm, kit)
         assert self.ngrams is None or self.connections, "no model has these elsewhere"
-        if self.connections:
-            assert (spec.order, self.has_halves, self.scales) == ("pre", True, (1.0, 1.0)), "no model has these elsewhere"
         self.channel = ChannelShift(spec.mixer, width, kit) if isinstance(spec.mixer, WkvSpec) else None
         assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
         changed = spec.bare or spec.rescaled or spec.factors or spec.streams or self.scales != (1.0, 1.0)
@@ -132,7 +135,7 @@ class Block:
                 self.ngrams(residual, inputs, cache)
             read, weights = self.connections[0].read(residual)
             h = read if self.attention_norm is None else self.attention_norm(None, read)
-            self.connections[0].write(residual, self.mixer(h, inputs, cache), weights)
+            self.ops.write_streams(residual, self.mixer(h, inputs, cache), weights)
             return None
         if self.attention_norm is None:
             assert x is None, "only the first layer reads a stream that is normed already"
@@ -157,8 +160,8 @@ class Block:
         assert mlp is not None
         if self.connections:
             read, weights = self.connections[1].read(residual)
-            found = read if self.mlp_norm is None else self.mlp_norm(None, read)
-            self.connections[1].write(residual, _computed(mlp, found, slots), weights)
+            h = read if self.mlp_norm is None else self.mlp_norm(None, read)
+            self.ops.write_streams(residual, _computed(mlp, h, slots), weights)
             return None
         assert self.mlp_norm is not None
         h = self.mlp_norm(x, residual)

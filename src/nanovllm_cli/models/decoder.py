@@ -19,7 +19,6 @@ from nanovllm_cli.layers.connections import Connections
 from nanovllm_cli.layers.distances import Distances
 from nanovllm_cli.layers.embedding import Embedding, Head
 from nanovllm_cli.layers.entry import entry_of
-from nanovllm_cli.layers.gated_streams import GatedStreams
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.moe import MoE
 from nanovllm_cli.layers.norm import RMSNorm
@@ -309,12 +308,10 @@ class Decoder:
         return self.ops.widened(logits, self.spec.vocab_size - self.spec.head_rows) if self.spec.head_rows else logits
 
 
-def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | GatedStreams | None:
+def _streams(spec: ModelSpec, kit: Kit) -> Streams | Connections | None:
     match spec.streams:
         case StreamsSpec() as streams:
             return Streams(streams, spec.hidden_size, kit)
-        case ConnectionsSpec() as streams:
+        case ConnectionsSpec() | GatedStreamsSpec() as streams:
             return Connections(streams, spec.norm, spec.hidden_size, kit)
-        case GatedStreamsSpec() as streams:
-            return GatedStreams(streams, spec.norm, spec.hidden_size, kit)
     return None

@@ -201,6 +201,8 @@ def _as_stored(ngrams: NGramSpec, layer: int, values: ReadValues, where: str) ->
     for buffer in NGRAM_BUFFERS:
         every = (values(f"{outer}{place}{buffer}") for outer in ("model.", "model.language_model."))
         found.append(next((each for each in every if each is not None), None))
+    if not all(type(each) is int and 0 <= each < 1 << 63 for own in found for each in own or ()):
+        raise CheckpointError(f"{where}: what tells rows of n-grams in layer {layer} is no whole numbers", BROKEN)
     multipliers, sizes, offsets = (None if each is None else tuple(map(int, each)) for each in found)
     own = replace(ngrams, multipliers=multipliers or ngrams.multipliers, sizes=sizes or ngrams.sizes)
     same = len(own.multipliers) == ngrams.longest and len(own.sizes) == len(ngrams.sizes)

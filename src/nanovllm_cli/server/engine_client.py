@@ -21,7 +21,7 @@ from nanovllm_cli import errors
 from nanovllm_cli.children import child_environment
 from nanovllm_cli.config import Lora
 from nanovllm_cli.cross_spec import Alignment
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
 from nanovllm_cli.sampling_params import SamplingParams

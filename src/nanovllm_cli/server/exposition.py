@@ -16,7 +16,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from nanovllm_cli import __version__
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.server.metrics import Histogram, Metrics, ModelCounts
 from nanovllm_cli.server.ports import EnginePort, EngineState
 

@@ -12,8 +12,7 @@ import msgspec
 
 from nanovllm_cli.config import EngineConfig, Lora
 from nanovllm_cli.cross_spec import Alignment
-from nanovllm_cli.engine.engine import EngineStats
-from nanovllm_cli.engine.outputs import FinishReason
+from nanovllm_cli.engine.outputs import EngineStats, FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.hearing_spec import HearingSpec, Senses
 from nanovllm_cli.model_spec import Pooling

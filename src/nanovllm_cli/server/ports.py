@@ -17,7 +17,7 @@ from typing import Any, Literal, NamedTuple, Protocol
 from nanovllm_cli.config import Lora
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.cross_spec import Alignment
-from nanovllm_cli.engine.engine import EngineStats
+from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import PromptTooLongError
 from nanovllm_cli.model_spec import Pooling
