@@ -382,6 +382,7 @@ def test_temperatures_rise_as_openais(wishes: dict[str, Any], temperatures: tupl
             "n": 2, "temperature": 0.5, "logprobs": None, "stop": ("x",), "stop_token_ids": (5,), "transcript": None,
             "nonsense": 1,
         }.items()),
+        {"temperature": 0.2, "sampling": {"num_beams": 2}}, {"sampling": {"num_beams": 2, "presence_penalty": 0.5}},
     ],
 )  # fmt: skip
 def test_wishes_without_a_meaning_are_refused(wrong: dict[str, Any]) -> None:

@@ -62,6 +62,15 @@ def library(folder: Path) -> Iterator[tuple[Transcript, Transcript]]:
 
 
 @pytest.fixture(scope="module")
+def looked_for(folder: Path) -> list[Transcript]:
+    """The text at temperature 0 alone, drawn and by eight beams."""
+    with LLM(folder, threads=2, num_blocks=64) as llm:
+        return [
+            transcribe(llm, SOUND, Wishes("de", rise=0.0, sampling={"max_tokens": 20, "num_beams": beams})) for beams in (1, 8)
+        ]
+
+
+@pytest.fixture(scope="module")
 def told(library: tuple[Transcript, Transcript]) -> Transcript:
     return library[0]
 
@@ -95,6 +104,16 @@ def test_run_writes_down_what_is_said(folder: Path, told: Transcript, sound: str
     assert (code, out) == (0, told.text + "\n"), "the same as the library's"
     assert len(told.passages) > 1
     assert told.language == "de"
+
+
+def test_run_looks_for_the_likeliest_text(folder: Path, looked_for: list[Transcript], sound: str, doors: Doors) -> None:
+    drawn, found = (each.text for each in looked_for)
+    assert found != drawn
+    more = "--language", "de", "-tpi", "0", "-n", "20", *ARGS
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, "--beams", "8", *more)
+    assert (code, out) == (0, found + "\n")
+    code, out, _ = doors.command("run", str(folder), "--audio", sound, *more)
+    assert (code, out) == (0, drawn + "\n")
 
 
 @pytest.mark.parametrize("form", ["srt", "vtt"])
@@ -203,6 +222,7 @@ def test_run_takes_openais_thresholds(folder: Path, sound: str, doors: Doors, mo
         (("--audio", "SOUND", "--max-words", "3"), "--subtitles"),
         (("--audio", "SOUND", "-ml", "0", "--subtitles", "srt"), "1 or more"),
         (("--audio", "SOUND", "--word-times"), "--json"), (("--audio", "SOUND", "-bo", "0"), "1 to 64"),
+        (("--audio", "SOUND", "--beams", "3", "--temp", "0.5"), "--beams has no effect"),
         (("--audio", "SOUND", "-tpi", "-1"), "rise by"), (("--audio", "SOUND", "-lpt", "much"), "number, or none"),
         (("--audio", "SOUND", "-lpt", "nan"), "number, or none"),
         (("--batch", "SOUND", "--best-of", "3"), "cannot be used together"),
@@ -451,6 +471,8 @@ def test_what_a_server_refuses(client: Any) -> None:
         ({"timestamp_granularities": ["segment"]}, "verbose_json"), ({"timestamp_granularities": ["word"]}, "verbose_json"),
         ({"response_format": "srt", "stream": True}, "not streamed"),
         ({"file": ("talk.wav", b"text")}, "no sound of a kind"), ({"temperature": 999}, "at most 100"),
+        ({"extra_body": {"num_beams": 3, "repetition_penalty": 1.1}}, "no part in a search by beams"),
+        ({"extra_body": {"num_beams": 3}}, "num_beams has no effect"),
     ):  # fmt: skip
         with pytest.raises(openai.BadRequestError, match=said):
             create(**asked | more)

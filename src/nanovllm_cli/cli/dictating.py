@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Usage
+from nanovllm_cli.cli.parsers import by_their_flags
 from nanovllm_cli.cli.question import WORDS, Question, kind_of
 from nanovllm_cli.cli.records import Record, Statistics
 from nanovllm_cli.errors import UsageError
@@ -133,6 +134,7 @@ def _finite(value: float) -> float | None:
     return value if math.isfinite(value) else None
 
 
+@by_their_flags()
 def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     hint = f"for example: nanovllm run {llm.name} --audio talk.wav"
     kinds = {kind_of(each) for each in question.sounds}

@@ -71,6 +71,9 @@ class Wishes:
             raise UsageError(f"a transcript's sampling has no {unknown[0]!r}", "temperature, rise and tries are fields of Wishes")
         if type(self.tries) is not int or not 1 <= self.tries <= MOST_TRIES:
             raise UsageError(f"a text is drawn 1 to {MOST_TRIES} times at a temperature, not {str(self.tries)[:40]}")
+        if SamplingParams(**self.sampling).num_beams > 1 and self.temperature:  # what contradicts itself is refused there
+            told = f"num_beams has no effect: a text is looked for at temperature 0, and here the first has {self.temperature:g}"
+            raise UsageError(told, "leave one of them out")
 
     @property
     def temperatures(self) -> tuple[float, ...]:
