@@ -211,11 +211,15 @@ def ask(r: random.Random, before: list[RequestOutput], spec: ModelSpec, context:
         told = r.choice(before)
         prompt = [*told.prompt_token_ids, *told.outputs[-1].token_ids, *prompt[: r.choice((0, 1, 5))]]
     prompt = prompt[: context - 1]
+    salt = f"{spec.rope_regime(len(prompt))} {r.choice(('', '', '', 'its own'))}"
+    if r.random() < 0.1:
+        beams = {"num_beams": r.choice((2, 3, 6)), "n": r.choice((1, 2)), "max_tokens": r.choice((1, 4, 20)), "logprobs": 0}
+        return Asked(prompt, beams, salt)
     given = {name: r.choice(values) for name, (chance, values) in CHOICES.items() if r.random() < chance}
     given |= {"temperature": r.choice((0.0, 0.0, 0.7, 1.5, 3.0)), "seed": r.randrange(99)}
     given["max_tokens"] = r.choice((1, 5, 20, 60, context - len(prompt), context))
     given["min_tokens"] = min(given.get("min_tokens", 0), given["max_tokens"])
-    return Asked(prompt, given, f"{spec.rope_regime(len(prompt))} {r.choice(('', '', '', 'its own'))}")
+    return Asked(prompt, given, salt)
 
 
 def add(engine: Engine, worker: Worker, name: str, asked: Asked, priority: int = 0) -> None:

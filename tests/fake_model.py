@@ -128,14 +128,16 @@ class FakeModel:
             return Drawn(seq_id, [], None, error)
         if seq_id in self.empty:
             return Drawn(seq_id, [])
-        params, tokens = self.known[seq_id].params, list[int]()
+        params, tokens, rows = self.known[seq_id].params, list[int](), list[TokenLogprobs]()
         for guess in (*scheduled.guesses, None):
             end = len(chains) - scheduled.num_guesses + len(tokens)
             tokens.append(self._token(self.known[seq_id], chains[end - 1], end, self._at(scheduled, end - 1)[0]))
+            others = [(tokens[-1] + i) % VOCAB for i in range(params.logprobs or 0)]
+            top = tuple([(token, -0.5 - i - chains[end - 1] % 89 / 99) for i, token in enumerate(others)])
+            rows.append(TokenLogprobs(tokens[-1], -0.5, 1, top))
             if tokens[-1] != guess:
                 break
-        logprobs = None if params.logprobs is None else [TokenLogprobs(token, -0.5, 1, ()) for token in tokens]
-        return Drawn(seq_id, tokens, logprobs)
+        return Drawn(seq_id, tokens, None if params.logprobs is None else rows)
 
     def _token(self, new: NewSequence, chain: int, end: int, last: int) -> int:
         """What follows the first `end` tokens of a sequence, of which this is the last."""

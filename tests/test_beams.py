@@ -151,10 +151,10 @@ def test_an_end_counts_only_among_the_first() -> None:
 @pytest.mark.parametrize(
     "settings",
     [
-        {"max_num_batched_tokens": 5}, {"enable_prefix_caching": False}, {"max_num_seqs": 1}, {"num_blocks": 6},
-        {"num_speculative_tokens": 3}, {"policy": "priority"},
+        {"max_num_batched_tokens": 5}, {"enable_prefix_caching": False}, {"max_num_seqs": 1}, {"max_num_seqs": 3},
+        {"num_blocks": 6}, {"num_speculative_tokens": 3}, {"policy": "priority"},
     ],
-    ids=lambda settings: next(iter(settings)),
+    ids=str,
 )  # fmt: skip
 def test_nothing_depends_on_how_it_is_computed(folder: Path, engine: Engine, settings: dict[str, Any]) -> None:
     """Beside answers that are drawn."""
@@ -180,12 +180,13 @@ def test_who_came_later_does_not_come_between_two_rounds(folder: Path) -> None:
     assert order == ["beams"] * (1 + 3 * 3) + ["later"] * 4
 
 
-def test_a_round_computes_no_more_than_what_the_last_block_holds(folder: Path) -> None:
-    engine = engine_for(worker_for(folder))
+@pytest.mark.parametrize("finds_prefixes", [True, False])
+def test_a_round_computes_a_token_of_each_beam(folder: Path, finds_prefixes: bool) -> None:
+    settings = {"enable_prefix_caching": finds_prefixes}
+    engine = engine_for(worker_for(folder, **settings), **settings)
     prompt = [3 + i % 20 for i in range(100)]
     run(engine, [(prompt, beams(3, max_tokens=9))])
-    # 100 tokens once; then three beams, whose blocks are full up to the 96th, eight times: 5, 6, … 12 tokens
-    assert engine.stats().scheduled_tokens == 100 + 3 * sum(range(5, 13))
+    assert engine.stats().scheduled_tokens == 100 + 3 * 8
 
 
 def test_an_output_says_how_far_it_is_and_then_all_at_once(engine: Engine) -> None:

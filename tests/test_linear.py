@@ -19,6 +19,7 @@ from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.state_spec import DeltaSpec
 from quantizing import quantize
 from test_convert import SETTINGS, TINY
@@ -32,6 +33,7 @@ MODELS = {"lara mini": LaraMiniConfig(**LARA | LONGER), "olmo hybrid": OlmoHybri
           "kimi linear": KimiLinearConfig(**KIMI | LONGER)}
 PROMPTS = [[5], LONG[:270], [*LONG[:256], 3], LONG[300:370]]
 ASKED = [(ids, greedy(12, logprobs=2)) for ids in PROMPTS]
+ASKED += [(LONG[:270], SamplingParams(num_beams=4, max_tokens=12, logprobs=0))]
 ASKED += [(ids, greedy(24, allowed_token_ids=(3, 4))) for ids in REPEATING[:2]]
 Answers = list[tuple[tuple[int, ...], Any]]
 

@@ -45,6 +45,8 @@ def asked(r: random.Random, told: list[list[int]]) -> tuple[list[int], SamplingP
     """A prompt, which may begin as another one, or go on from its answer."""
     before = r.choice(told) if told and r.random() < 0.6 else []
     ids = before[: r.randint(0, len(before))] + [r.randrange(90) for _ in range(r.randint(1, 60))]
+    if r.random() < 0.2:
+        return ids[:140], SamplingParams(num_beams=r.choice((2, 3, 5)), n=r.choice((1, 2)), max_tokens=r.randint(1, 20))
     params = SamplingParams(
         temperature=r.choice((0.0, 1.0)), seed=r.randrange(99), max_tokens=r.randint(1, 50), n=r.choice((1, 1, 1, 2, 3)),
         prompt_logprobs=r.choice((None, None, None, 0)),

@@ -5,9 +5,9 @@ are the next beginnings. One that ends, or is as long as it may be, is an answer
 score is the sum of its log-probabilities over its length to the power of `length_penalty`. The search is over when there are
 num_beams answers, none of which the likeliest beginning would better if it ended now (transformers' `early_stopping=False`).
 
-It goes in rounds, as vLLM's does: in each, every beginning is a sequence of its own that draws one token. What the prefix cache
-has of it is not computed again, which is all but the last block. So scheduler, caches and workers know no beams, and nothing of a
-search is lost where its sequences are preempted.
+It goes in rounds, as vLLM's does: in each, every beginning is a sequence of its own that draws one token, and goes on from the
+blocks of the one whose beginning it takes further. Where it can't, as one of them was preempted or there is no seat, it waits as
+others do, and what the prefix cache has of it is not computed again. So caches and workers know no beams.
 """
 
 from __future__ import annotations
@@ -25,11 +25,12 @@ from nanovllm_cli.sampling_params import MAX_LOGPROBS, SamplingParams
 
 
 class Beam(NamedTuple):
-    """A beginning of an answer. total: of its tokens' log-probabilities."""
+    """A beginning of an answer. total: of its tokens' log-probabilities. parent: the place of the one that it takes further."""
 
     token_ids: tuple[int, ...] = ()
     logprobs: tuple[TokenLogprobs, ...] = ()
     total: float = 0.0
+    parent: int = 0
 
 
 class BeamSearch:
@@ -61,7 +62,7 @@ class BeamSearch:
             if not (is_first if ends else len(kept) < self._num_beams):
                 continue
             beam, told = self.beams[i], TokenLogprobs(token_id, logprob, j + 1, rows[i].top)
-            longer = Beam((*beam.token_ids, token_id), (*beam.logprobs, told), total)
+            longer = Beam((*beam.token_ids, token_id), (*beam.logprobs, told), total, i)
             if ends:
                 self.found.append((self._score(total, length), longer))
             else:
@@ -105,9 +106,9 @@ class Searching:
         self._heed(sequence.request)
         if drawn is None:
             return []
-        self._scheduler.finish(sequence)
         row = None if not drawn.logprobs else drawn.logprobs[0]
         if drawn.error is not None or row is None or math.isnan(row.logprob):
+            self._scheduler.finish(sequence)
             error = drawn.error or "the model's log-probabilities are not finite"
             return [Drawn(sequence.seq_id, [], error=error, unmeetable=drawn.unmeetable)] * self._request.params.n
         self._drawn[sequence.index] = row
@@ -118,6 +119,11 @@ class Searching:
             return []
         return [self._answer(beam) for _, beam in self._search.found[: self._request.params.n]]
 
+    def rest(self) -> None:
+        """A step is over: those that have drawn in it, and wait for others of their round, hold nothing."""
+        for index in self._drawn:
+            self._scheduler.finish(self._sequences[index])
+
     def drop(self) -> None:
         """Nobody waits for it any more."""
         for sequence in self._sequences:
@@ -125,7 +131,7 @@ class Searching:
 
     def _add(self) -> None:
         """A round: a sequence for each beam, whose tokens are behind the prompt as if it had drawn them."""
-        whole, self._sequences, self._drawn = self._request, [], {}
+        whole, parents, self._sequences, self._drawn = self._request, self._sequences, [], {}
         for index, beam in enumerate(self._search.beams):
             token_ids = [*whole.prompt_ids, *beam.token_ids]
             request = replace(
@@ -135,6 +141,10 @@ class Searching:
             sequence = Sequence(next(self._seq_ids), request, index, 0, token_ids)
             request.sequences = [sequence]
             self._sequences.append(sequence)
+        if parents:
+            heirs = [(parents[beam.parent], each) for beam, each in zip(self._search.beams, self._sequences, strict=True)]
+            self._scheduler.go_on_from(parents, heirs)
+        else:
             self._scheduler.add(request)
             whole.rank = request.rank  # its later rounds take no other's turn, and nobody takes theirs
 

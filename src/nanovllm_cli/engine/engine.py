@@ -242,6 +242,9 @@ class Engine:
                     answer.complete()
             if answer.finish_reason is not None:
                 self._end(live, answer)
+        for live in self._moved.values():
+            if live.search is not None:
+                live.search.rest()
 
     @property
     def moved(self) -> dict[str, bool]:

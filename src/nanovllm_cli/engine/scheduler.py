@@ -20,36 +20,16 @@ from __future__ import annotations
 
 import itertools
 from collections import deque
-from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from collections.abc import Callable, Collection, Mapping
 
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.block_manager import BlockManager
 from nanovllm_cli.engine.looking import Looking
-from nanovllm_cli.engine.plan import DRAWN_BEFORE, Copy, Drawn, Look, NewSequence, Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.plan import DRAWN_BEFORE, Copy, Drawn, NewSequence, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.refusal import Refusal
 from nanovllm_cli.engine.sequence import NO_RANK, Line, Request, Sequence, Status, by_rank
+from nanovllm_cli.engine.steps import Result, Step, sound
 from nanovllm_cli.engine.strategy import Strategy
-
-
-class Result(NamedTuple):
-    """What a step did to one sequence. drawn: None after a prefill chunk that does not end the prompt."""
-
-    sequence: Sequence
-    drawn: Drawn | None
-
-
-class _Step(NamedTuple):
-    """A step that is under way: who is in it with what, who looks at what image, blocks being copied, states being copied to
-    sequences, of which the sources are held for it, and who was reported as finished."""
-
-    members: list[Sequence]
-    scheduled: list[Scheduled]
-    look: tuple[Sequence, Look] | None
-    copies: list[Copy]
-    states: list[tuple[int, int]]
-    finished: list[int]
-
 
 _AHEAD = [DRAWN_BEFORE]
 
@@ -73,7 +53,7 @@ class Scheduler:
         self.running, self.waiting = list[Sequence](), Line()
         self.num_steps = self.num_preemptions = self.num_hit_tokens = 0
         self._finished: dict[int, None] = {}
-        self._steps: deque[_Step] = deque()
+        self._steps: deque[Step] = deque()
         self._refusal = Refusal(blocks)
         self._members: list[Sequence] = []
         self._scheduled: list[Scheduled] = []
@@ -159,7 +139,7 @@ class Scheduler:
     def _begin(self, new: list[NewSequence]) -> Plan:
         finished, sources = list(self._finished), self._blocks.states.take_sources(self.running)
         look = self._looking.take()
-        self._steps.append(_Step(self._members, self._scheduled, look, self._copies, sources, finished))
+        self._steps.append(Step(self._members, self._scheduled, look, self._copies, sources, finished))
         copies = self._copies, self._state_copies + sources
         return Plan(self._scheduled, new, finished, *copies, None if look is None else look[1])
 
@@ -186,8 +166,8 @@ class Scheduler:
                 sequence.num_computed += len(share.token_ids)
                 results.append(Result(sequence, None))
                 continue
-            first = _sound(by_id.get(sequence.seq_id), sequence)
-            others = [_sound(by_id.get(each.seq_id), each) for each in sequence.pending]
+            first = sound(by_id.get(sequence.seq_id), sequence)
+            others = [sound(by_id.get(each.seq_id), each) for each in sequence.pending]
             sequence.advance(self._strategy.num_valid(sequence, output.fed(share), first.token_ids), len(share.known))
             sequence.token_ids.extend(first.token_ids)
             errors = [each for each in (first, *others) if each.error is not None]
@@ -232,6 +212,26 @@ class Scheduler:
         if sequence.pending:
             heirs, sequence.pending = sequence.pending, []
             self._lead(heirs[0], heirs[1:])
+
+    def go_on_from(self, parents: Collection[Sequence], heirs: Collection[tuple[Sequence, Sequence]]) -> None:
+        """Ends the parents. In their seats run their heirs, (parent, heir), each the only sequence of a request that has a rank,
+        with the blocks and the state of what the parent has computed. Without a seat, or a state, an heir waits."""
+        seats = self._free_seats() + sum(each.status is Status.RUNNING for each in parents)
+        last = dict(heirs)
+        for parent, heir in heirs:
+            heir.rank = (*heir.request.rank, heir.index)
+            if not seats or parent.status is not Status.RUNNING:
+                self._wait(heir)
+                continue
+            if heir is last[parent]:
+                heir.inherit(parent)
+            elif not self._blocks.fork(parent, heir):
+                self._wait(heir)
+                continue
+            heir.status, seats = Status.RUNNING, seats - 1
+            self.running.append(heir)
+        for parent in parents:
+            self.finish(parent)
 
     # Planning
 
@@ -400,7 +400,7 @@ class Scheduler:
         self._blocks.distrust(sequence)
         return [Result(each, Drawn(each.seq_id, [], None, message)) for each in sequence.group]
 
-    def _unpin(self, step: _Step) -> None:
+    def _unpin(self, step: Step) -> None:
         for copy in step.copies:
             self._blocks.unpin(copy.source)
         self._blocks.states.drop(source for source, _ in step.states)
@@ -441,10 +441,3 @@ class Scheduler:
         sequence.status = Status.WAITING
         sequence.request.begin_again()
         self.waiting.put(sequence)
-
-
-def _sound(drawn: Drawn | None, sequence: Sequence) -> Drawn:
-    """A draw that moves its sequence on, or says why not."""
-    if drawn is not None and (drawn.error is not None or drawn.token_ids or drawn.ends):
-        return drawn
-    return Drawn(sequence.seq_id, [], None, "the sampler drew nothing")

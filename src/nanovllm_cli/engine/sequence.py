@@ -23,6 +23,10 @@ from nanovllm_cli.vision_spec import PlacedImage, Sound
 
 NO_STATE = -1
 NO_RANK = (0.0, -1)
+_HELD = (
+    "num_computed", "block_table", "block_digests", "num_registered", "last_uid", "state", "state_source", "kept_states",
+    "parting", "near_start", "near_end", "near_table",
+)  # fmt: skip
 Salt = tuple[str | None, tuple[float, ...]]
 """What must be equal, beside the tokens, where cached K and V are shared: `cache_salt` and `lora` of a request."""
 
@@ -194,6 +198,13 @@ class Sequence:
         """So many tokens more are computed, of which the first were no guesses."""
         self.num_computed += num_tokens
         self.num_held = max(0, num_tokens - num_known)
+
+    def inherit(self, parent: Sequence) -> None:
+        """Has from now on what the parent holds, with whose computed tokens its own begin; the parent what it has: nothing."""
+        for name in _HELD:
+            own, held = getattr(self, name), getattr(parent, name)
+            setattr(self, name, held)
+            setattr(parent, name, own)
 
     def announce(self) -> NewSequence:
         """What a plan tells the worker of it."""

@@ -12,7 +12,8 @@ from typing import NamedTuple
 
 from nanovllm_cli.engine.executor import Executor, RunsAhead
 from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
-from nanovllm_cli.engine.scheduler import Result, Scheduler
+from nanovllm_cli.engine.scheduler import Scheduler
+from nanovllm_cli.engine.steps import Result
 from nanovllm_cli.errors import LostError, NanovllmError
 
 logger = logging.getLogger(__name__)
