@@ -33,6 +33,8 @@ from nanovllm_cli.errors import (
     UsageError,
 )
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.answer_format import AnswerFormat
+from nanovllm_cli.text.tool_formats import tool_format_named
 
 SOURCE = str(Path(__file__).resolve().parent.parent / "src")
 VOCABULARY = 0x110000
@@ -127,6 +129,7 @@ class LLM:
         self.tokenizer = Tokenizer("<asr_text>" if model == "listener" else "")
         source = "{{messages}} <think></think> enable_thinking" if model == "thinker" else "{{messages}}"
         self.chat_template = None if model == "base" else Template(options.get("chat_template") or source)
+        self.answer_format = AnswerFormat(None, tool_format_named("hermes")) if model == "caller" else None
         self.default_params = SamplingParams(max_tokens=7) if model == "short" else SamplingParams()
         self.max_model_len = config.max_model_len or CONTEXT
         self.num_parameters, self.weight_bytes, self.kv_bytes, self.threads = 1000, 1 << 20, 1 << 19, config.threads or 1
@@ -140,6 +143,7 @@ class LLM:
             raise UsageError("unknown role martian")
         texts = [f"<{message['role'][0]}>{message['content']}" for message in messages]
         extra = f"<{template_kwargs}>" if template_kwargs else ""
+        extra += f"<{' '.join(each['function']['name'] for each in tools)}>" if tools else ""
         return self.tokenizer.encode(extra + "".join(texts) + "<a>")
 
     def stream(self, prompt: str | list[int], params: SamplingParams | None = None) -> Iterator[RequestOutput]:
@@ -217,9 +221,15 @@ class LLM:
     def _script(self, prompt: str, params: SamplingParams) -> tuple[str, float, str | None, str]:
         """What to answer, seconds a token, an error, how it ends. The prompt's last turn decides."""
         said = prompt.rsplit("<u>", 1)[-1].removesuffix("<a>")
+        if "<t>" in said:
+            return f"it said {said.rsplit('<t>', 1)[1]}", 0.0, None, "stop"
         word, _, rest = said.partition(" ")
         if word == "say":
             return rest.encode().decode("unicode_escape"), 0.0, None, "stop"
+        if word == "call":  # NAME ARGUMENTS; …
+            parts = [each.partition(" ") for each in rest.split("; ")]
+            calls = [f'<tool_call>{{"name": "{name}", "arguments": {given}}}</tool_call>' for name, _, given in parts]
+            return "let me see" + "".join(calls), 0.0, None, "stop"
         if word == "slowly":
             return "slow but steady " * 50, 0.02, None, "stop"
         if word == "long":

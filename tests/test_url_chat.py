@@ -44,6 +44,46 @@ def chat(home: Path, server: OpenAIServer, *lines: str, args: tuple[str, ...] = 
     return nanovllm(home, "chat", "--url", server.url, *args, stdin="".join(line + "\n" for line in lines), **more)
 
 
+async def calling(reply: Reply, request: Request) -> None:
+    """A call in pieces, as servers stream it, then what was said last."""
+    if (said := request.body["messages"][-1])["role"] == "tool":
+        await pieces(f"it said {said['content']}")(reply, request)
+        return
+    await reply.begin()
+    parts: list[Any] = [
+        {"index": 0, "id": "c1", "type": "function", "function": {"name": "add", "arguments": ""}},
+        {"index": 0, "function": {"arguments": '{"a": 1, '}},
+        [
+            {"index": 0, "function": {"arguments": '"b": 2}'}},
+            {"index": 1, "function": {"name": "add", "arguments": {"a": 3, "b": 4}}},
+        ],
+        5, {"function": 5},
+    ]  # fmt: skip
+    for part in parts:
+        calls = part if isinstance(part, list) else [part]
+        await reply.event({"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": None}]})
+    await reply.event({"choices": [{"index": 0, "delta": {}, "finish_reason": "tool_calls"}]})
+    await reply.done()
+
+
+def test_a_servers_model_calls_tools_that_run_here(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    server_file = str(Path(__file__).parent / "mcp_server.py")
+    entry = {"command": sys.executable, "args": [server_file, "add"]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"sums": entry}}))
+    with OpenAIServer(calling, ("one",)) as running:
+        done = chat(tmp_path, running, "go", args=("-q", "one", "--mcp", "mcp.json", "--allow", "add"))
+    assert (done.code, done.out) == (0, "it said 7\n"), done.err
+    first, second = (reply.request.body for reply in running.replies)
+    assert [each["function"]["name"] for each in first["tools"]] == ["add"]
+    _, answer, *results = second["messages"]
+    ids = [each["id"] for each in answer["tool_calls"]]
+    assert [each["function"]["arguments"] for each in answer["tool_calls"]] == ['{"a": 1, "b": 2}', '{"a": 3, "b": 4}']
+    assert ids[0] == "c1"
+    expected = zip(("3", "7"), ids, strict=True)
+    assert results == [{"role": "tool", "content": value, "tool_call_id": call, "name": "add"} for value, call in expected]
+
+
 def said(reply: Reply) -> list[tuple[str, str]]:
     return [(each["role"], each["content"]) for each in reply.request.body["messages"]]
 

@@ -197,7 +197,8 @@ def _line_of(chat: Chat, number: int, message: Message) -> str:
     branches = chat.conversation.num_branches(message)
     if branches > 1:
         remarks.append(f"one of {branches}")
-    who = "you" if message.role == "user" else "model"
+    who = {"user": "you", "assistant": "model"}.get(message.role, message.role)
+    text = " ".join([text, *(f"[{each.name}]" for each in message.calls)]).strip()
     return f"{number:3} {who:5}  {text}" + (f"  ({', '.join(remarks)})" if remarks else "")
 
 
@@ -334,6 +335,17 @@ def _name_of(urls: Sequence[str]) -> str:
     return " and ".join(f"{word}s" for kind, word in WORDS.items() if kind in map(kind_of, urls))
 
 
+def _tools(chat: Chat, argument: str) -> None:
+    tools = chat.model.settings.tools
+    if tools is None or not tools.tools:
+        raise UsageError("there are no tools", "nanovllm chat --mcp FILE names servers that have some")
+    rows = [("NAME", "SERVER", "RUNS", "WHAT IT DOES")]
+    for each in tools.tools:
+        runs = "unasked" if tools.needs_no_asking(each.name) else "if allowed"
+        rows.append((each.name, each.origin, runs, shortened(" ".join(each.description.split()), 60)))
+    chat.display.say("\n".join(aligned(rows, left=range(4))))
+
+
 def _copy(chat: Chat, argument: str) -> None:
     answer = next((each for each in reversed(chat.conversation.messages) if each.role == "assistant"), None)
     if answer is None:
@@ -405,6 +417,7 @@ COMMANDS: tuple[Command, ...] = (
     Command(("model",), "[NAME]", "Another model for the same conversation.", _model, _model_names),
     Command(("stats",), "", "How fast the last answer was.", _stats),
     Command(("ctx",), "", "How much of the context is used, by what.", _context),
+    Command(("tools",), "", "What the model may call.", _tools),
     Command(("copy",), "", "The last answer to the clipboard.", _copy),
     Command(("exit", "bye", "quit"), "", "Leave.", _leave),
 )

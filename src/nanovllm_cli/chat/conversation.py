@@ -20,7 +20,7 @@ Event = dict[str, Any]
 """{"event": "message", …} adds one, {"event": "at", "id": …} goes to one (null: before the first), {"event": "system",
 "content": …} changes what the model is told first."""
 
-Role = Literal["user", "assistant"]
+Role = Literal["user", "assistant", "tool"]
 Cut = Literal["interrupted", "length", "repetition", "context", "error"]
 """Why an answer is not whole: Ctrl-C, the limit that was asked for, the context, a failure."""
 
@@ -28,9 +28,19 @@ TITLE_CHARS = 60
 
 
 @dataclass(frozen=True, slots=True)
+class Call:
+    """Of a tool, by a model. arguments: JSON text of an object, as it was written."""
+
+    id: str
+    name: str
+    arguments: str
+
+
+@dataclass(frozen=True, slots=True)
 class Message:
     """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered. `images`: data
-    URLs, of a person's message, of sounds and videos, too; they stand before its text."""
+    URLs, of a person's message, of sounds and videos, too; they stand before its text. `calls`: of an answer, whose results are
+    messages behind it, of a tool; `call_id`: of such a message, the call's, and `name` the tool's."""
 
     id: int
     parent: int | None
@@ -40,12 +50,22 @@ class Message:
     cut: Cut | None = None
     model: str | None = None
     images: tuple[str, ...] = ()
+    calls: tuple[Call, ...] = ()
+    call_id: str | None = None
+    name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         if self.images:
             return said(self.content, self.images)
-        plain = {"role": self.role, "content": self.content}
-        return plain | {"reasoning_content": self.reasoning} if self.reasoning else plain
+        plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        if self.reasoning:
+            plain["reasoning_content"] = self.reasoning
+        if self.calls:
+            plain["tool_calls"] = [
+                {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
+                for each in self.calls
+            ]
+        return plain | {"tool_call_id": self.call_id, "name": self.name} if self.role == "tool" else plain
 
     def shown(self, text: str) -> str:
         """`text`, which is of its content, behind a mark that stands for its images."""
@@ -136,8 +156,22 @@ class Conversation:
     def ask(self, content: str, images: Iterable[str] = ()) -> Message:
         return self._add("user", content, images=tuple(images))
 
-    def answer(self, content: str, *, reasoning: str = "", cut: Cut | None = None, model: str | None = None) -> Message:
-        return self._add("assistant", content, reasoning=reasoning, cut=cut, model=model)
+    def answer(
+        self, content: str, *, reasoning: str = "", cut: Cut | None = None, model: str | None = None, calls: Iterable[Call] = ()
+    ) -> Message:
+        return self._add("assistant", content, reasoning=reasoning, cut=cut, model=model, calls=tuple(calls))
+
+    @property
+    def open_calls(self) -> list[Call]:
+        """Calls of the last answer that have no result yet."""
+        done, messages = set[str | None](), self.messages
+        while messages and messages[-1].role == "tool":
+            done.add(messages.pop().call_id)
+        return [each for each in messages[-1].calls if each.id not in done] if messages else []
+
+    def take_result(self, call: Call, content: str) -> Message:
+        """What came of a call of the last answer's."""
+        return self._add("tool", content, call_id=call.id, name=call.name)
 
     def undo(self) -> Message:
         """Takes the last question and its answer back, and returns the question. Raises UsageError where there is none."""
@@ -205,14 +239,27 @@ def _event_of(message: Message) -> Event:
 def _message_of(event: Mapping[str, Any]) -> Message:
     """A message from a file: every field checked."""
     fields = {name: event[name] for name in Message.__slots__ if event.get(name) is not None}
-    texts = all(_is_text(fields.get(name, "")) for name in ("content", "reasoning", "model"))
+    texts = all(_is_text(fields.get(name, "")) for name in ("content", "reasoning", "model", "call_id", "name"))
     ids = is_int(fields.get("id")) and (fields.get("parent") is None or is_int(fields["parent"]))
     kinds = fields.get("role") in get_args(Role) and fields.get("cut", "error") in get_args(Cut)
     images = fields.setdefault("images", ())
     seen = isinstance(images, list | tuple) and all(_is_text(each) and each.startswith(_IMAGE) for each in images)
-    if not (texts and ids and kinds and seen and "content" in fields) or (images and fields["role"] != "user"):
+    calls = fields.setdefault("calls", ())
+    called = isinstance(calls, list | tuple) and all(map(_is_call, calls))
+    if not (texts and ids and kinds and seen and called and "content" in fields):
         raise SessionError("a message has fields that make no sense")
-    return Message(**{"parent": None} | fields | {"images": tuple(images)})
+    owners = {"images": "user", "calls": "assistant", "call_id": "tool", "name": "tool"}
+    if any(fields.get(name) and fields["role"] != role for name, role in owners.items()):
+        raise SessionError("a message has fields that are another role's")
+    if fields["role"] == "tool" and not (fields.get("call_id") and fields.get("name")):
+        raise SessionError("a tool's result is of no call")
+    fields |= {"images": tuple(images), "calls": tuple([Call(**each) for each in calls])}
+    return Message(**{"parent": None} | fields)
+
+
+def _is_call(value: object) -> bool:
+    names = set(Call.__slots__)
+    return isinstance(value, dict) and value.keys() == names and all(map(_is_text, value.values())) and bool(value["id"])
 
 
 _ALWAYS = ("id", "parent", "content")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from typing import Any
 
 from nanovllm_cli.chat.conversation import Conversation, Cut
@@ -24,14 +25,21 @@ def as_markdown(conversation: Conversation, model: str) -> str:
     if conversation.system is not None:
         parts += ["## System", conversation.system]
     for message in conversation.messages:
-        parts.append("## You" if message.role == "user" else f"## {message.model or model}")
+        who = {"user": "You", "tool": f"Tool: {message.name}"}.get(message.role, message.model or model)
+        parts.append(f"## {who}")
         if message.reasoning:
             parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
         parts.append(" ".join([f"*({WORDS[kind_of(url)]})*" for url in message.images]))
-        parts.append(message.content)
+        parts.append(_fenced(message.content) if message.role == "tool" else message.content)
+        parts += [f"*(calls {each.name})*\n\n{_fenced(each.arguments)}" for each in message.calls]
         if message.cut is not None:
             parts.append(f"*({CUT[message.cut]})*")
     return "\n\n".join(part for part in parts if part) + "\n"
+
+
+def _fenced(text: str) -> str:
+    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
+    return f"{fence}\n{text}\n{fence}"
 
 
 def as_json(conversation: Conversation, model: str) -> str:

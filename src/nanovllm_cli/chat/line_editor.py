@@ -37,7 +37,7 @@ from prompt_toolkit.styles import Style
 
 from nanovllm_cli.chat.keys import AnswerKeys
 from nanovllm_cli.chat.plain import is_open, unquoted
-from nanovllm_cli.chat.surface import Complete, Status
+from nanovllm_cli.chat.surface import DECIDE, Complete, Status
 from nanovllm_cli.chat.toolbar import toolbar
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.output import one_line
@@ -117,6 +117,23 @@ class LineEditor:
             if self._keys is not None:
                 self._keys.watch()
         return self._pastes.expand(unquoted(text)).encode("utf-8", "replace").decode()
+
+    def decide(self) -> str | None:
+        """What was typed before the question is no answer to it."""
+        if self._keys is not None:
+            self._keys.take()
+        session: PromptSession[str] = PromptSession(
+            [("class:prompt", DECIDE)], input=self._input, output=self._session.output, style=_STYLE,
+            color_depth=self._session.color_depth, enable_suspend=True,
+        )  # fmt: skip
+        try:
+            with _Ending(session.app) as ending:
+                return session.prompt(pre_run=ending.begin, set_exception_handler=False)
+        except OSError as failure:
+            raise EOFError from failure
+        finally:
+            if self._keys is not None:
+                self._keys.watch()
 
     def close(self) -> None:
         if self._keys is not None:

@@ -192,7 +192,8 @@ class LocalModel(Model):
         self._load, self._loaded = load, loaded
 
     def _prompts_for(self, llm: LLM, think: Choice | None) -> Prompts:
-        prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs)
+        tools = [] if self.settings.tools is None else self.settings.tools.for_template()
+        prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs, tools=tools)
         if not llm.spec.has_head:
             raise UnsupportedError(f"{llm.name} embeds or ranks texts: it answers nothing", "nanovllm embed MODEL")
         if not prompting.chats:

@@ -12,11 +12,12 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from nanovllm_cli.chat.conversation import Conversation, Event, Message, counted_images
+from nanovllm_cli.chat.conversation import Call, Conversation, Event, Message, counted_images
 from nanovllm_cli.chat.model import Model
 from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
+from nanovllm_cli.chat.toolbox import MAX_ROUNDS, Toolbox
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.progress_line import counted
@@ -121,6 +122,8 @@ class Chat:
                 self.images = [*question.images, *self.images]
                 again += f", with {counted_images(question.images)}"
             self.display.warn("the last message has had no answer" + (f": {again}" if self.edits else ", and is left out"))
+        elif self._waits_for_an_answer:
+            self.display.warn("the last answer has called tools, and waits: /continue goes on")
         self.resumed_model = last_model(events) or None
         self.model.kept = kept_ids(events)
         self._kv_path = session.kv_path
@@ -181,6 +184,8 @@ class Chat:
     def run(self, reader: Reader, first: Sequence[str] = ()) -> None:
         """Messages from `first`, then from the reader, until it ends or somebody leaves."""
         waiting = list(first)
+        if self.model.settings.tools is not None:
+            self.model.settings.tools.ask = reader.decide
         while True:
             is_read = False
             try:
@@ -264,8 +269,15 @@ class Chat:
         self._answer(messages, self.conversation.back_to_question)
 
     def go_on(self) -> None:
-        """More of the last answer, whose question is not edited any more."""
+        """More of the last answer, whose question is not edited any more; behind calls of tools, those that were not run and what
+        follows from them."""
         self._edits_last = False
+        tools = self.model.settings.tools
+        if self._waits_for_an_answer:
+            if tools is not None:
+                self._run_calls(tools)
+            self._answer(self.conversation.messages, lambda: None)
+            return
         begun = self.conversation.answered()
         self._answer(self.conversation.messages, self.conversation.before_answer, begun)
 
@@ -317,6 +329,32 @@ class Chat:
     def _answer(
         self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
     ) -> None:
+        """An answer, and where it calls tools, what follows from their results, until one calls none. Else as `_stream`."""
+        self._stream(messages, sent, begun)
+        tools = self.model.settings.tools
+        for _ in range(MAX_ROUNDS):
+            if tools is None or not self.conversation.open_calls:
+                return
+            self._run_calls(tools)
+            self._stream(self.conversation.messages, lambda: None)
+        if self.conversation.open_calls:
+            raise UsageError(f"the model has called tools {MAX_ROUNDS} times", "/continue lets it go on")
+
+    @property
+    def _waits_for_an_answer(self) -> bool:
+        """Whether tools stand at the end: they are to be run, or have been, and the answer to that is to come."""
+        last = self.conversation.last
+        return last is not None and (bool(last.calls) or last.role == "tool")
+
+    def _run_calls(self, tools: Toolbox) -> None:
+        """Those of the last answer, one behind the other. Ctrl-C stops them: the model is told so when it is asked again."""
+        for call in self.conversation.open_calls:
+            self.conversation.take_result(call, tools.run(call))
+            self._used = None
+
+    def _stream(
+        self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
+    ) -> None:
         """Streams an answer and keeps it. `sent` is called with its first token; where none comes, nothing has changed.
         begun: the last message, an answer that this one goes on with."""
         answering, num_dropped = self.model.answer(self.conversation.system, messages, goes_on=begun is not None)
@@ -350,13 +388,15 @@ class Chat:
         self.statistics = turn.answering.statistics(turn.ended)
         self.num_answers += 1
         self.num_answer_tokens += self.statistics.answer_tokens or 0
-        self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name)
+        calls = [Call(each.id or "", each.name or "", each.arguments) for each in turn.answer.calls]
+        self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name, calls=calls)
         logger.info("%s", self.statistics.line())
 
     def _remark(self, turn: Turn) -> str | None:
         """Why the answer is not whole, and what can be done about it."""
         if turn.cut == "interrupted":
-            return "stopped; /continue goes on" if turn.began else "stopped: the message was not sent"
+            is_sent = turn.began or self._waits_for_an_answer
+            return "stopped; /continue goes on" if is_sent else "stopped: the message was not sent"
         if turn.cut == "length":
             where = f"at {turn.answer.num_tokens} tokens" if turn.answer.num_tokens is not None else "by the limit"
             return f"cut off {where}; /continue goes on, /set predict N changes the limit"

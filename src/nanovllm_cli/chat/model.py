@@ -12,6 +12,7 @@ from nanovllm_cli.cli.answering import Answering, Given, Settled
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Message
+    from nanovllm_cli.chat.toolbox import Toolbox
     from nanovllm_cli.cli.shared_options import Choice
 
 
@@ -25,6 +26,7 @@ class Settings:
     shows_reasoning: bool = True
     shifts: bool = False
     saves_kv: bool = False
+    tools: Toolbox | None = None
 
 
 class Reply(NamedTuple):

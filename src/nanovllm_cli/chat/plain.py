@@ -8,8 +8,9 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable
 
+from nanovllm_cli.chat.surface import DECIDE
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode, standard_input
-from nanovllm_cli.cli.output import Console
+from nanovllm_cli.cli.output import Console, one_line
 from nanovllm_cli.cli.progress_line import PROMPT_WORTH_SHOWING
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.control_filter import ControlFilter
@@ -59,6 +60,9 @@ class PlainReader:
             size += len(line)
         return unquoted("\n".join(lines))
 
+    def decide(self) -> str | None:
+        return self._line(DECIDE) if self._asks else None
+
     def close(self) -> None:
         pass
 
@@ -86,11 +90,12 @@ class AsItIs:
     def __init__(self, write: Callable[[str], None]) -> None:
         self._write = write
         self._filter = ControlFilter()
-        self._ends_line = False
+        self._ends_line = self.has_text = False
 
     def feed(self, text: str) -> None:
         text = self._filter.feed(text)
         if text:
+            self.has_text = True
             self._ends_line = text.endswith("\n")
             self._write(text)
 
@@ -119,10 +124,14 @@ class PlainDisplay:
     def content(self, text: str) -> None:
         self._answer.feed(text)
 
-    def end(self, remark: str | None = None) -> None:
-        self._answer.finish()
+    def end(self, remark: str | None = None, *, goes_on: bool = False) -> None:
+        if not goes_on or self._answer.has_text:
+            self._answer.finish()
         if remark is not None:
             self._console.say(f"({remark})", "dim")
+
+    def tool(self, line: str) -> None:
+        self._console.say(one_line(ControlFilter().feed(line)), "dim")
 
     def say(self, text: str) -> None:
         self._console.answer(ControlFilter().feed(text).rstrip("\n") + "\n")

@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from nanovllm_cli.chat.conversation import Message
+from nanovllm_cli.chat.conversation import Call, Message
 from nanovllm_cli.cli.question import LACKS, WORDS, kind_of
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError, UsageError
 from nanovllm_cli.prompts import num_equal
@@ -25,12 +25,12 @@ from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS, ImagePart
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
 if TYPE_CHECKING:
-    from nanovllm_cli.cli.model import Prompting
-    from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
+    from nanovllm_cli.cli.model import MakeSplitter, Prompting, Splitter
 
 # Where the context is full, a quarter of it is made free: the next turns find the rest in the prefix cache.
 _FREE_SHARE = 4
 _COMMANDS = {IMAGES: "image", SOUNDS: "audio", VIDEOS: "video"}
+NOT_RUN = "This was not run."
 OVERFLOW_HINT = "/undo or /clear makes room; --context-overflow shift drops the oldest turns; -c raises the limit"
 
 
@@ -39,7 +39,7 @@ class Prompt:
     """ids, with their images, and what splits the answer to them. num_dropped: messages at the beginning that found no room."""
 
     ids: TokenIds
-    splitter: Callable[[], ReasoningSplitter] | None
+    splitter: MakeSplitter | None
     num_dropped: int = 0
 
 
@@ -75,7 +75,7 @@ class Prompts:
         splitter = self.prompting.parser_for(self._opened(self._encode(system, messages[dropped:-1])))
         assert splitter is not None, "there was reasoning"
 
-        def within() -> ReasoningSplitter:
+        def within() -> Splitter:
             parser = splitter()
             parser.push(last.reasoning)
             return parser
@@ -238,6 +238,14 @@ def _blocks(
 
 
 def for_template(system: str | None, messages: Sequence[Message]) -> list[dict[str, Any]]:
-    """A conversation as templates and servers take it."""
+    """A conversation as templates and servers take it: each call of a tool has a result, if only that there is none."""
     told: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
-    return [*told, *(each.for_template() for each in messages)]
+    waiting: dict[str | None, Call] = {}
+    for each in messages:
+        if each.role != "tool":
+            missing = [Message(0, None, "tool", NOT_RUN, call_id=call.id, name=call.name) for call in waiting.values()]
+            told += [message.for_template() for message in missing]
+            waiting = {call.id: call for call in each.calls}
+        waiting.pop(each.call_id, None)
+        told.append(each.for_template())
+    return told

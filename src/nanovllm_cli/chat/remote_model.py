@@ -83,6 +83,7 @@ class RemoteModel(Model):
             self.settings.given,
             template_kwargs={**thinking_variables(thinks), **self.settings.kwargs},
             tells_reading=self._served is not None and self._served.tells_reading,
+            tools=() if self.settings.tools is None else self.settings.tools.for_template(),
         )
         return Reply(RemoteAnswering(self._endpoint, CHAT, body))
 

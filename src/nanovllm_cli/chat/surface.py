@@ -10,6 +10,8 @@ from dataclasses import dataclass
 from typing import Protocol
 
 NEARLY_FULL = 0.8  # of the context
+DECIDE = "run it? yes, no or always: "
+"""Asked before a tool is called."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +39,9 @@ class Reader(Protocol):
         Raises EOFError at the end of input or on Ctrl-D, KeyboardInterrupt on Ctrl-C.
         """
 
+    def decide(self) -> str | None:
+        """What a person answers to DECIDE, or None where nobody can be asked. Raises as `read` does."""
+
     def close(self) -> None:
         """Leaves the terminal as it was."""
 
@@ -56,8 +61,12 @@ class Display(Protocol):
     def content(self, text: str) -> None:
         """More of the answer."""
 
-    def end(self, remark: str | None = None) -> None:
-        """The answer is over: whatever was held back is shown. remark: why, where it is worth saying ("interrupted")."""
+    def end(self, remark: str | None = None, *, goes_on: bool = False) -> None:
+        """The answer is over: whatever was held back is shown. remark: why, where it is worth saying ("interrupted"). goes_on:
+        another one follows, so that one without a text is nothing to show."""
+
+    def tool(self, line: str) -> None:
+        """A tool is called, or was not: something to know while the answer is on its way."""
 
     def say(self, text: str) -> None:
         """The outcome of a command: what was asked for, lines of our own."""

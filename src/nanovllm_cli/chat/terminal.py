@@ -80,13 +80,19 @@ class TerminalDisplay:
             self._stream = self._new_stream()
         self._stream.feed(text)
 
-    def end(self, remark: str | None = None) -> None:
+    def tool(self, line: str) -> None:
+        self._console.status("")
+        self._line(ControlFilter().feed(line), _DIM)
+
+    def end(self, remark: str | None = None, *, goes_on: bool = False) -> None:
+        is_shown = self._part != "nothing"
         self._console.status("")
         self._end_part()
         self._part = "nothing"
         if remark is not None:
             self._line(f"({remark})", _DIM)
-        self._console.styled("\n")
+        if is_shown or not goes_on:
+            self._console.styled("\n")
 
     def toggle_thinking(self) -> None:
         """Folds thinking, or shows it: what is going on, or what the last answer thought. Behind it, in the middle of an

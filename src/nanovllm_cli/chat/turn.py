@@ -83,7 +83,7 @@ class Turn:
     def end(self, remark: str | None) -> None:
         if self._held_back:
             self._display.content(self._held_back)
-        self._display.end(remark)
+        self._display.end(remark, goes_on=bool(self.answer.calls))
 
     def _next(self) -> list[Piece] | None:
         try:

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
     from nanovllm_cli.cli.records import Record, Statistics
     from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 Given = Mapping[str, Any]
 """Fields of SamplingParams that were asked for, and "reasoning_budget": most tokens of reasoning, -1 for no limit. The rest is
@@ -35,7 +36,7 @@ class Answer:
     """One of the answers to a question, as far as it has come.
 
     logprobs: records of its tokens, None where they were not asked for. segments: of a transcript, records of its passages;
-    language: of what is said in it, its code.
+    language: of what is said in it, its code. calls: of tools, each whole.
     error: what failed, with finish_reason "error". unmeetable: it is what was asked for, and fails again.
     """
 
@@ -50,6 +51,7 @@ class Answer:
     unmeetable: bool = False
     segments: list[Record] | None = None
     language: str | None = None
+    calls: list[ToolCallDelta] = field(default_factory=list)
 
     def check(self, hint: str | None = None) -> None:
         """Raises what failed, if anything did. hint: where it may not fail again."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -16,12 +16,13 @@ import typer
 from nanovllm_cli.cli import inputs
 from nanovllm_cli.cli.answer import shows_reasoning
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
-from nanovllm_cli.cli.command import expand
+from nanovllm_cli.cli.command import expand, is_typed
 from nanovllm_cli.cli.form import FormOptions, refuse_with_beams
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console, one_line
+from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.sampling_options import SamplingOptions
 from nanovllm_cli.cli.table import aligned
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.chat.model import Model, Settings
     from nanovllm_cli.chat.session import Sessions
     from nanovllm_cli.chat.surface import Display, Reader
+    from nanovllm_cli.chat.toolbox import Toolbox
     from nanovllm_cli.client.endpoint import Endpoint, ServedModel
     from nanovllm_cli.config import EngineConfig
 
@@ -88,10 +90,31 @@ def chat(
         else:
             name, spoken = name_and_words(model, model_word, words or [])
             config = engine.config(model, max_num_seqs=given.get("num_beams", 1), settings=ctx.obj)
-            source = _Local(ctx.obj, name, model, config, screen)
+            source = _Local(ctx.obj, name, model, config, screen, bool(talk.mcp))
         first = _first_message(talk, spoken)
         kwargs = template_kwargs(ctx, talk.chat_template_kwargs)
-        _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen)
+        if talk.allow and not talk.mcp and is_typed(ctx, "allow"):
+            raise UsageError("--allow has no meaning: there are no tools", "--mcp FILE names servers that have some")
+        with _tools(talk, screen) as tools:
+            _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen, tools)
+
+
+@contextlib.contextmanager
+def _tools(talk: ChatOptions, screen: Console) -> Iterator[Toolbox | None]:
+    """Servers of tools run until the conversation is over."""
+    if not talk.mcp:
+        yield None
+        return
+    from nanovllm_cli.chat.mcp_client import McpTools
+    from nanovllm_cli.chat.mcp_servers import read_servers
+    from nanovllm_cli.chat.toolbox import Toolbox
+
+    servers = [server for path in talk.mcp for server in read_servers(path)]
+    screen.announce(f"starting {counted(len(servers), 'server')} of tools")
+    with contextlib.closing(McpTools(servers)) as source:
+        box = Toolbox(source, talk.allow or ())
+        screen.say(f"{counted(len(box.tools), 'tool')}: {', '.join(each.name for each in box.tools)}", "dim")
+        yield box
 
 
 @dataclass
@@ -103,6 +126,7 @@ class _Local:
     options: ModelOptions
     config: EngineConfig
     screen: Console
+    has_tools: bool = False
     _begun_with: str = field(default="", init=False)
 
     def model(self, settings: Settings) -> Model:
@@ -121,7 +145,7 @@ class _Local:
             options = dataclasses.replace(options, revision=None, chat_template=None)
             config = dataclasses.replace(config, lora=(), control_vectors=(), control_vector_layers=None, draft_model=None,
                                          draft_quant=None, mtp=False, mmproj=None)  # fmt: skip
-        return find(named_model(self.settings, name, EXAMPLE), options, config, self.screen)
+        return find(named_model(self.settings, name, EXAMPLE), options, config, self.screen, shows_calls=self.has_tools)
 
 
 @dataclass(frozen=True)
@@ -164,6 +188,7 @@ def _converse(
     given: dict[str, Any],
     saved: Sessions,
     screen: Console,
+    tools: Toolbox | None = None,
 ) -> None:
     from nanovllm_cli.chat import loop
     from nanovllm_cli.chat.commands import say_attached, say_session
@@ -179,7 +204,10 @@ def _converse(
         shows_reasoning=surface.shows_reasoning,
         shifts=is_local and talk.context_overflow == "shift",
         saves_kv=is_local and sessions.save_kv,
+        tools=tools,
     )
+    if tools is not None:
+        tools.tell = surface.display.tool
     system = None if talk.system_prompt is None else inputs.checked(talk.system_prompt, "the system prompt")
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
     chat = loop.Chat(source.model(options), saved, surface.display, interactive=at_terminal, edits=surface.edits)

@@ -415,7 +415,7 @@ def _aliases_in(ctx: Any) -> list[str]:
 # Sections of the help.
 MODEL, PROMPT, SAMPLING, ENGINE, OUTPUT, MESSAGES = "Model", "Prompt", "Sampling", "Engine", "Output", "Messages"
 FORM, TRANSCRIPT = "Form of the answer", "Transcript"
-CONVERSATION, SESSIONS, SERVER = "Conversation", "Sessions", "Server"
+CONVERSATION, TOOLS, SESSIONS, SERVER = "Conversation", "Tools", "Sessions", "Server"
 
 
 def is_typed(ctx: Any, name: str) -> bool:

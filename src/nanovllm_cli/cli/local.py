@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Settled, Usage
-from nanovllm_cli.cli.model import Loaded, Prompting, load
+from nanovllm_cli.cli.model import Loaded, MakeSplitter, Prompting, Splitter, load
 from nanovllm_cli.cli.question import Question
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, RequestError, UsageError
 from nanovllm_cli.vision_spec import TokenIds
@@ -24,16 +24,14 @@ if TYPE_CHECKING:
     from nanovllm_cli.engine.outputs import CompletionOutput, RequestOutput
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
-    from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 
-MakeSplitter = Callable[[], "ReasoningSplitter"]
 Encoded = tuple[list[int], "SamplingParams"]
 
 logger = logging.getLogger(__name__)
 
 
 class LocalAnswering(Answering):
-    """One request in the engine. make_splitter: None for text that has no reasoning in it."""
+    """One request in the engine. make_splitter: None for text that has neither reasoning nor calls of tools in it."""
 
     def __init__(
         self,
@@ -48,7 +46,7 @@ class LocalAnswering(Answering):
         self._prompt_ids = ids if isinstance(ids, TokenIds) else TokenIds(ids)
         self._load_seconds = load_seconds
         self._make_splitter = make_splitter
-        self._splitters: dict[int, ReasoningSplitter] = {}
+        self._splitters: dict[int, Splitter] = {}
         self._output: RequestOutput | None = None
         self._steps = llm.stream(ids, params)
 
@@ -113,7 +111,7 @@ class LocalAnswering(Answering):
         ends = output.finish_reason is not None and answer.finish_reason is None
         if not (output.delta_text or output.delta_ids or ends):
             return None
-        reasoning, content = self._split(output, ends)
+        reasoning, content = self._split(answer, output, ends)
         answer.reasoning += reasoning
         answer.content += content
         answer.num_tokens = output.num_tokens
@@ -126,16 +124,16 @@ class LocalAnswering(Answering):
             answer.logprobs += new
         return Piece(answer, reasoning, content, output.delta_ids, new)
 
-    def _split(self, output: CompletionOutput, ends: bool) -> tuple[str, str]:
+    def _split(self, answer: Answer, output: CompletionOutput, ends: bool) -> tuple[str, str]:
         if self._make_splitter is None:
             return "", output.delta_text
         splitter = self._splitters.get(output.index)
         if splitter is None:
             splitter = self._splitters[output.index] = self._make_splitter()
-        reasoning, content = splitter.push(output.delta_text)
-        if ends:
-            last = splitter.finish()
-            reasoning, content = reasoning + last.reasoning, content + last.content
+        reasoning, content = "", ""
+        for delta in (splitter.push(output.delta_text), *([splitter.finish()] if ends else [])):
+            reasoning, content = reasoning + delta.reasoning, content + delta.content
+            answer.calls += getattr(delta, "calls", ())
         return reasoning, content
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, TypeAlias
 
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.command import is_typed
@@ -30,9 +30,13 @@ if TYPE_CHECKING:
     from nanovllm_cli.config import EngineConfig
     from nanovllm_cli.llm import LLM
     from nanovllm_cli.sampling_params import SamplingParams
+    from nanovllm_cli.text.answer_format import AnswerParser
     from nanovllm_cli.text.reasoning import ReasoningFormat
     from nanovllm_cli.text.reasoning_parsers import ReasoningSplitter
 
+Splitter: TypeAlias = "ReasoningSplitter | AnswerParser"
+MakeSplitter = Callable[[], Splitter]
+"""What tells reasoning and calls of tools from content: a new one for each answer."""
 KWARGS_EXAMPLE = "write it as '{\"name\": true}'"
 
 
@@ -65,8 +69,11 @@ def load(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     return find(name, options, config, console)()
 
 
-def find(name: str, options: SourceOptions, config: EngineConfig, console: Console) -> Callable[[], Loaded]:
-    """What loads the model, once that is on this machine: what is wrong with its name, or with a template's, is raised here."""
+def find(
+    name: str, options: SourceOptions, config: EngineConfig, console: Console, *, shows_calls: bool = False
+) -> Callable[[], Loaded]:
+    """What loads the model, once that is on this machine: what is wrong with its name, or with a template's, is raised here.
+    shows_calls: see LLM."""
     console.announce(f"loading {name}")
     began = time.monotonic()
     template = chat_template(options.chat_template) if isinstance(options, ModelOptions) else None
@@ -82,7 +89,7 @@ def find(name: str, options: SourceOptions, config: EngineConfig, console: Conso
     def load_found() -> Loaded:
         console.status(f"loading {name}")
         began = time.monotonic()
-        llm = LLM(found, config=config, chat_template=template, progress=progress)
+        llm = LLM(found, config=config, chat_template=template, progress=progress, shows_calls=shows_calls)
         signals.check()
         keep_loaded()  # libraries and model stay; going through them again took a fifth of a step's Python
         console.say(llm.resolved.told_as(name), "dim")
@@ -162,7 +169,7 @@ def template_variables(source: str, name: str, think: Choice | None, kwargs: Map
 
 @dataclass(frozen=True, slots=True)
 class Prompting:
-    """How prompts become token ids: through the model's template or, raw, as they are.
+    """How prompts become token ids: through the model's template or, raw, as they are. tools: that it may call, in OpenAI's form.
 
     Raises UsageError where something was asked for that only a template could give.
     """
@@ -172,6 +179,7 @@ class Prompting:
     system: str | None = None
     think: Choice | None = None
     kwargs: dict[str, Any] = field(default_factory=dict)
+    tools: Sequence[Mapping[str, Any]] = ()
 
     def __post_init__(self) -> None:
         if not self.chats:
@@ -184,7 +192,7 @@ class Prompting:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins."""
-        return self.llm.encode_chat(messages, template_kwargs=self._template_kwargs() or None)
+        return self.llm.encode_chat(messages, tools=self.tools or None, template_kwargs=self._template_kwargs() or None)
 
     def for_words(self, question: Question) -> Question:
         """What asks a model that chats for what is said in a sound, as its family is asked (`text/transcripts.py`)."""
@@ -230,8 +238,12 @@ class Prompting:
 
         return reasoning_format(self.llm.chat_template.source, self.llm.tokenizer)
 
-    def parser_for(self, ids: list[int]) -> Callable[[], ReasoningSplitter] | None:
+    def parser_for(self, ids: list[int]) -> MakeSplitter | None:
         """What splits an answer to `ids`: a new one for each answer."""
+        if self.tools and self.chats and self.llm.answer_format is not None:
+            from nanovllm_cli.text.tool_calls import tools_of
+
+            return partial(self.llm.answer_format.parser, self.tail(ids), tools_of(self.tools), whole_calls=True)
         known = self.reasoning()
         if known is not None:
             return partial(known.parser, self.tail(ids))

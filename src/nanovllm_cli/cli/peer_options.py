@@ -289,9 +289,9 @@ EXPLAINED = {
     ("--hidethinking",): "--reasoning hide leaves it out",
     ("--nowordwrap",): "run wraps no line, nor does chat --markdown never",
     ("--keepalive",): "nothing stays in memory behind a command; a server keeps its models, or as --sleep-idle says",
-    ("--tools", "--agent", "-ag", "--no-agent", "-no-ag", "--tools-runtime", "--mcp-servers-config", "--mcp-servers-json",
+    ("--tools", "--agent", "-ag", "--no-agent", "-no-ag", "--tools-runtime", "--mcp-servers-json",
      "--ui-mcp-proxy", "--no-ui-mcp-proxy", "--webui-mcp-proxy", "--no-webui-mcp-proxy", "--tool-server", "-T", "--tool",
-     "--functions"): "tools are run by the client that offers them: leave it out",
+     "--functions"): "chat --mcp FILE has tools; with a server they are run by the client that offers them",
     ("--generation-config", "--override-generation-config"):
         "sampling options such as --temp count where a request says nothing, before the model's own",
     ("--config",): "settings stand in nanovllm.toml and in ~/.config/nanovllm/config.toml; nanovllm config shows them",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm_cli.cli import records, signals
@@ -22,6 +22,7 @@ from nanovllm_cli.errors import (
     UsageError,
 )
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.tool_calls import ToolCallDelta, new_call_id
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question
@@ -103,6 +104,7 @@ class RemoteAnswering(Answering):
             raise
         pieces = [_grown(self.answers, delta) for delta in deltas or ()]
         brought = sum(len(piece.token_ids or " ") for piece in pieces if piece.content or piece.reasoning or piece.token_ids)
+        brought += sum(len(delta.calls) for delta in deltas or () if not delta.token_ids)
         if brought:
             self._last = time.monotonic()
             if self._first is None:
@@ -243,6 +245,8 @@ def _grown(answers: Answers, delta: Delta) -> Piece:
         answer.num_tokens = delta.num_tokens
     elif delta.token_ids is not None:
         answer.num_tokens = (answer.num_tokens or 0) + len(delta.token_ids)
+    for call in delta.calls:
+        _join(answer.calls, call)
     answer.finish_reason = delta.finish_reason or answer.finish_reason
     answer.stop_reason = answer.stop_reason if delta.stop_reason is None else delta.stop_reason
     new = None
@@ -251,6 +255,15 @@ def _grown(answers: Answers, delta: Delta) -> Piece:
         answer.logprobs = answer.logprobs or []
         answer.logprobs += new
     return Piece(answer, delta.reasoning, delta.content, delta.token_ids, new)
+
+
+def _join(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
+    """Some servers repeat id and name, or give no id."""
+    for at, call in enumerate(calls):
+        if call.index == piece.index:
+            calls[at] = replace(call, name=call.name or piece.name, arguments=call.arguments + piece.arguments)
+            return
+    calls.append(replace(piece, id=piece.id or new_call_id()))
 
 
 def _says_something(piece: Piece) -> bool:

@@ -17,6 +17,7 @@ from nanovllm_cli.client.events import StreamError, event_object, token_count
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _REASONING = ("reasoning_content", "reasoning")
@@ -34,9 +35,10 @@ def chat_body(
     *,
     template_kwargs: Mapping[str, Any] | None = None,
     tells_reading: bool = False,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> dict[str, Any]:
     """A conversation whose last message is to be answered; or, where that is an answer, to be gone on with. tells_reading: its
-    server can tell how far the prompt is read. Raises UnsupportedError."""
+    server can tell how far the prompt is read. tools: that may be called, in OpenAI's form. Raises UnsupportedError."""
     body = {"model": model, "messages": list(messages), **_fields(given, tells_reading)}
     if given.get("reasoning_budget", -1) >= 0:
         body["reasoning_budget"] = given["reasoning_budget"]
@@ -44,6 +46,8 @@ def chat_body(
         body["logprobs"], body["top_logprobs"] = True, body["logprobs"]
     if messages and messages[-1].get("role") == "assistant":
         body |= {"continue_final_message": True, "add_generation_prompt": False}
+    if tools:
+        body["tools"] = list(tools)
     if template_kwargs:
         body["chat_template_kwargs"] = dict(template_kwargs)
     return body
@@ -112,7 +116,8 @@ class TokenLogprob(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Delta:
-    """What an event adds to one answer. num_tokens: of the whole answer, where the server counts its answers one by one."""
+    """What an event adds to one answer. num_tokens: of the whole answer, where the server counts its answers one by one. calls:
+    pieces of calls of tools."""
 
     index: int
     reasoning: str
@@ -122,6 +127,7 @@ class Delta:
     finish_reason: str | None
     stop_reason: str | int | None
     num_tokens: int | None = None
+    calls: tuple[ToolCallDelta, ...] = ()
 
 
 class Timings(NamedTuple):
@@ -225,7 +231,21 @@ def _delta(choice: dict[str, Any]) -> Delta:
         _text(reason) or None,
         _text(stop) if isinstance(stop, str) else stop if isinstance(stop, int) else None,
         token_count(choice.get("completion_tokens")),
+        _calls(delta.get("tool_calls")),
     )
+
+
+def _calls(value: Any) -> tuple[ToolCallDelta, ...]:
+    """Each belongs to the call of its index; a server that sends whole calls may leave that out."""
+    found = []
+    for place, each in enumerate(value if isinstance(value, list) else ()):
+        function = each.get("function") if isinstance(each, dict) else None
+        if not isinstance(function, dict):
+            continue
+        index, arguments = token_count(each.get("index"), place), function.get("arguments")
+        given = json.dumps(arguments) if isinstance(arguments, dict) else _text(arguments)
+        found.append(ToolCallDelta(index or 0, _text(each.get("id")) or None, _text(function.get("name")) or None, given))
+    return tuple(found)
 
 
 def _parts(content: Any) -> tuple[str, str]:

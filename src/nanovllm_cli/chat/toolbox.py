@@ -1,0 +1,115 @@
+"""Tools that a model may call in a conversation: what there is, who may be called unasked, and what came of it.
+
+A model's calls are untrusted: what it calls, and with what, follows from all that it has read. So a person is asked before each,
+unless they have said that this tool needs no asking.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import json
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, Protocol
+
+from nanovllm_cli.chat.conversation import Call
+from nanovllm_cli.errors import NanovllmError
+
+MAX_RESULT_CHARS = 200_000
+MAX_ROUNDS = 50
+"""Of calls behind one message; a model may call tools for ever."""
+
+REFUSED = "The user did not allow this call."
+
+class Tool(NamedTuple):
+    """name: by which the model calls it. origin: whose it is. parameters: the JSON schema of its arguments."""
+
+    name: str
+    origin: str
+    description: str
+    parameters: dict[str, Any]
+
+    def for_template(self) -> dict[str, Any]:
+        function = {"name": self.name, "description": self.description, "parameters": self.parameters}
+        return {"type": "function", "function": function}
+
+
+class ToolSource(Protocol):
+    """Where tools run."""
+
+    tools: Sequence[Tool]
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        """What it gives, as text. Raises NanovllmError where it fails, and KeyboardInterrupt, which stops it."""
+
+
+@dataclass
+class Toolbox:
+    """allowed: names and patterns of names that need no asking. ask: for a person's answer, behind what `tell` has told of the
+    call; None where nobody can be asked."""
+
+    source: ToolSource
+    allowed: Sequence[str] = ()
+    ask: Callable[[], str | None] = lambda: None
+    tell: Callable[[str], None] = lambda line: None
+    _always: set[str] = field(default_factory=set, init=False)
+
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self.source.tools
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [each.for_template() for each in self.tools]
+
+    def needs_no_asking(self, name: str) -> bool:
+        return name in self._always or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allowed)
+
+    def run(self, call: Call) -> str:
+        """What the model is told of its call. Raises KeyboardInterrupt."""
+        try:
+            arguments = json.loads(call.arguments or "{}")
+        except (ValueError, RecursionError):
+            arguments = None
+        if not isinstance(arguments, dict):
+            return self._failed(call, "the arguments are no JSON object")
+        if call.name not in [each.name for each in self.tools]:
+            return self._failed(call, f"there is no tool {call.name}")
+        if self.needs_no_asking(call.name):
+            self.tell(f"calling {call.name} {json.dumps(arguments, ensure_ascii=False)}")
+        elif not self._is_allowed(call.name, arguments):
+            return REFUSED
+        try:
+            result = self.source.call(call.name, arguments)
+        except KeyboardInterrupt:
+            self.tell(f"{call.name} was stopped; /continue runs it again")
+            raise
+        except NanovllmError as error:
+            return self._failed(call, error.message)
+        if len(result) > MAX_RESULT_CHARS:
+            result = f"{result[:MAX_RESULT_CHARS]}\n[cut: the result has {len(result):,} characters]"
+        return result
+
+    def _is_allowed(self, name: str, arguments: dict[str, Any]) -> bool:
+        """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
+        for line in f"{name} {json.dumps(arguments, ensure_ascii=False, indent=2)}".splitlines():
+            self.tell(line)
+        while True:
+            try:
+                said = self.ask()
+            except EOFError:
+                said = "no"
+            if said is None:
+                self.tell(f"{name} was not run: nobody can be asked here; --allow {name} lets it run")
+                return False
+            word = said.strip().lower()
+            if word in ("a", "always"):
+                self._always.add(name)
+            if word in ("y", "yes", "a", "always"):
+                return True
+            if word in ("", "n", "no"):
+                self.tell(f"{name} was not run")
+                return False
+
+    def _failed(self, call: Call, why: str) -> str:
+        self.tell(f"{call.name} failed: {why}")
+        return f"Error: {why}"

@@ -1,0 +1,445 @@
+"""Tools in a conversation: files that name servers, who may be called, what a session keeps, and real servers in a pipe and on a
+terminal."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import sys
+import threading
+import time
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_cli.chat.conversation import Call, Conversation
+from nanovllm_cli.chat.export import as_json, as_markdown
+from nanovllm_cli.chat.mcp_servers import McpServer, read_servers
+from nanovllm_cli.chat.prompt import NOT_RUN, for_template
+from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, REFUSED, Tool, Toolbox
+from nanovllm_cli.errors import RequestError, SessionError, UsageError
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.text.builtin_templates import builtin_template
+from test_chat_loop import finish, said, say, spawn  # noqa: F401
+from test_cli_driver import nanovllm
+
+CHATML = builtin_template("chatml")
+SERVER = str(Path(__file__).parent / "mcp_server.py")
+
+
+def written(path: Path, servers: Any) -> str:
+    path.write_text(json.dumps({"mcpServers": servers}))
+    return str(path)
+
+
+def ours(*tools: str) -> dict[str, Any]:
+    return {"command": sys.executable, "args": [SERVER, *tools]}
+
+
+# ---- files ----
+
+
+def test_servers_are_read_as_other_clients_write_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TOKEN", "secret")
+    monkeypatch.delenv("PORT", raising=False)
+    monkeypatch.delenv("NOBODY", raising=False)
+    entries = {
+        "files": {
+            "command": "npx", "args": ["-y", "${TOKEN}"], "env": {"KEY": "a${TOKEN}b"}, "cwd": "/tmp", "type": "stdio",
+        },
+        "search": {"url": "http://localhost:${PORT:-8000}/mcp", "headers": {"Authorization": "Bearer ${TOKEN}"}, "timeout": 5},
+        "old": {"command": "x", "disabled": True, "env": {"A": "${NOBODY}"}},
+    }
+    files, search = read_servers(written(tmp_path / "a.json", entries))
+    assert files == McpServer("files", "npx", ("-y", "secret"), {"KEY": "asecretb"}, "/tmp")
+    assert search == McpServer(
+        "search", url="http://localhost:8000/mcp", headers={"Authorization": "Bearer secret"}, timeout=5.0
+    )
+    (tmp_path / "vscode.json").write_text('{"servers": {"a": {"type": "http", "url": "https://x/mcp"}}}')
+    assert read_servers(str(tmp_path / "vscode.json")) == [McpServer("a", url="https://x/mcp")]
+
+
+@pytest.mark.parametrize(
+    ("entry", "message"),
+    [
+        ([], "is no object"), ({}, "either a command or a url"), ({"command": "a", "url": "http://b"}, "either a command"),
+        ({"command": 5}, "'command' of the server 's'"), ({"command": "a\0b"}, "is no text"),
+        ({"command": "a", "args": "b"}, "no list of texts"), ({"command": "a", "args": [1]}, "no list of texts"),
+        ({"command": "a", "env": {"B": 1}}, "no object of texts"), ({"command": "a", "env": []}, "no object of texts"),
+        ({"command": "a", "headers": {}}, "has 'headers', which a command has not"),
+        ({"url": "http://a", "args": []}, "has 'args', which a url has not"), ({"url": "file:///etc"}, "no address"),
+        ({"url": "http://a", "type": "sse"}, "of the type 'sse'"), ({"url": "http://a", "type": "stdio"}, "either a command"),
+        ({"url": "http://a", "type": []}, "of the type"), ({"command": "a", "timeout": 0}, "no number of seconds"),
+        ({"command": "a", "timeout": True}, "no number of seconds"), ({"command": "a", "timeout": "5"}, "no number of seconds"),
+        ({"command": "a", "autoApprove": ["b"]}, "'autoApprove', which means nothing here"),
+        ({"command": "a", "env": {"B": "${NOBODY_SETS_THIS}"}}, "needs NOBODY_SETS_THIS, which is not set"),
+    ],
+)  # fmt: skip
+def test_what_can_be_no_server_is_refused(entry: Any, message: str, tmp_path: Path) -> None:
+    with pytest.raises(UsageError) as caught:
+        read_servers(written(tmp_path / "a.json", {"s": entry}))
+    assert message in caught.value.message
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("nonsense", "is no JSON"), ("[]", "names no servers"), ('{"mcpServers": []}', "names no servers"),
+        ("[" * 10**5, "is no JSON"),
+    ],
+)  # fmt: skip
+def test_what_can_be_no_file_of_servers_is_refused(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "a.json").write_text(text)
+    with pytest.raises(UsageError) as caught:
+        read_servers(str(tmp_path / "a.json"))
+    assert message in caught.value.message
+
+
+# ---- who may be called ----
+
+
+class Echo:
+    tools: Sequence[Tool] = [Tool(name, "echo", "", {}) for name in ("read_file", "read_all", "write")]
+
+    def __init__(self) -> None:
+        self.called: list[tuple[str, dict[str, Any]]] = []
+
+    def call(self, name: str, arguments: dict[str, Any]) -> str:
+        self.called.append((name, arguments))
+        if arguments.get("fail"):
+            raise RequestError("no luck")
+        return "x" * arguments.get("size", 2)
+
+
+def box(answers: Sequence[str | type[BaseException] | None], *allowed: str) -> tuple[Toolbox, Echo, list[str]]:
+    source, told, left = Echo(), list[str](), iter(answers)
+
+    def ask() -> str | None:
+        said = next(left)
+        if isinstance(said, type):
+            raise said
+        return said
+
+    return Toolbox(source, allowed, ask, told.append), source, told
+
+
+def test_a_person_is_asked_before_each_call() -> None:
+    tools, source, told = box(["yes", "", "what?", "N", "y"])
+    assert [tools.run(Call("1", "write", f'{{"n": {n}}}')) for n in range(4)] == ["xx", REFUSED, REFUSED, "xx"]
+    assert source.called == [("write", {"n": 0}), ("write", {"n": 3})]
+    assert told[:3] == ["write {", '  "n": 0', "}"]
+    assert told.count("write was not run") == 2
+
+
+def test_always_is_for_one_tool_and_this_conversation() -> None:
+    tools, _, _ = box(["Always", "no"])
+    assert [tools.run(Call("1", name, "{}")) for name in ("write", "write", "read_all", "write")] == ["xx", "xx", REFUSED, "xx"]
+    assert box([None])[0].run(Call("1", "write", "{}")) == REFUSED
+
+
+def test_what_is_allowed_is_not_asked_for() -> None:
+    tools, _, told = box([], "read_*")
+    assert tools.run(Call("1", "read_file", '{"a": "ä"}')) == "xx"
+    assert told == ['calling read_file {"a": "ä"}']
+    tools, source, told = box([None], "read", "write_*", "WRITE")
+    assert tools.run(Call("1", "write", "{}")) == REFUSED
+    assert "--allow write lets it run" in told[-1]
+    assert source.called == []
+
+
+def test_the_end_of_input_is_a_no_and_ctrl_c_is_none() -> None:
+    tools, source, _ = box([EOFError])
+    assert tools.run(Call("1", "write", "{}")) == REFUSED
+    tools, source, _ = box([KeyboardInterrupt])
+    with pytest.raises(KeyboardInterrupt):
+        tools.run(Call("1", "write", "{}"))
+    assert source.called == []
+
+
+@pytest.mark.parametrize(
+    ("call", "result"),
+    [
+        (Call("1", "unknown", "{}"), "Error: there is no tool unknown"), (Call("1", "write", "[]"), "Error: the arguments"),
+        (Call("1", "write", '{"a": '), "Error: the arguments are no"), (Call("1", "write", "[" * 10**5), "Error: the arguments"),
+        (Call("1", "write", '{"fail": 1}'), "Error: no luck"),
+    ],
+)  # fmt: skip
+def test_what_goes_wrong_is_told_to_the_model(call: Call, result: str) -> None:
+    assert box([], "*")[0].run(call).startswith(result)
+
+
+def test_a_result_has_a_bound() -> None:
+    result = box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS + 1}}}'))
+    assert len(result) < MAX_RESULT_CHARS + 100
+    assert "cut: the result has 200,001 characters" in result
+    assert box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS}}}')) == "x" * MAX_RESULT_CHARS
+
+
+# ---- what is kept ----
+
+CALLS = (Call("c1", "add", '{"a": 1}'), Call("c2", "show", "{}"))
+
+
+def talked() -> tuple[Conversation, list[Any]]:
+    events: list[Any] = []
+    conversation = Conversation(events.append)
+    conversation.ask("how much?")
+    conversation.answer("let me see", reasoning="hm", calls=CALLS)
+    return conversation, events
+
+
+def test_calls_and_results_are_kept_and_told_as_openai_has_them() -> None:
+    conversation, events = talked()
+    assert conversation.open_calls == list(CALLS)
+    conversation.take_result(CALLS[0], "3")
+    assert conversation.open_calls == [CALLS[1]]
+    again = Conversation.replay(json.loads(json.dumps(events)))
+    assert again.messages == conversation.messages
+    told = [
+        {"role": "user", "content": "how much?"},
+        {"role": "assistant", "content": "let me see", "reasoning_content": "hm", "tool_calls": [
+            {"id": "c1", "type": "function", "function": {"name": "add", "arguments": '{"a": 1}'}},
+            {"id": "c2", "type": "function", "function": {"name": "show", "arguments": "{}"}},
+        ]},
+        {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
+    ]  # fmt: skip
+    assert for_template(None, again.messages) == told
+    again.ask("never mind")
+    missing = {"role": "tool", "content": NOT_RUN, "tool_call_id": "c2", "name": "show"}
+    assert for_template(None, again.messages) == [*told, missing, {"role": "user", "content": "never mind"}]
+    assert again.open_calls == []
+    assert again.undo().content == "never mind"
+    assert again.back_to_question().content == "how much?"
+    assert [each.role for each in again.messages] == ["user"]
+
+
+def test_calls_and_results_are_exported() -> None:
+    conversation, _ = talked()
+    conversation.take_result(CALLS[0], "```\n3")
+    markdown = as_markdown(conversation, "tiny")
+    assert '*(calls add)*\n\n```\n{"a": 1}\n```' in markdown
+    assert "## Tool: add\n\n````\n```\n3\n````" in markdown
+    messages = json.loads(as_json(conversation, "tiny"))["messages"]
+    assert messages[1]["tool_calls"][0]["function"]["name"] == "add"
+    assert messages[2] == {"role": "tool", "content": "```\n3", "tool_call_id": "c1", "name": "add"}
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"role": "user", "calls": [{"id": "1", "name": "a", "arguments": "{}"}]}, {"role": "assistant", "calls": ["a"]},
+        {"role": "assistant", "calls": [{"id": "1", "name": "a"}]}, {"role": "assistant", "calls": "abc"},
+        {"role": "assistant", "calls": [{"id": 1, "name": "a", "arguments": "{}"}]}, {"role": "assistant", "call_id": "1"},
+        {"role": "assistant", "calls": [{"id": "", "name": "a", "arguments": "{}"}]},
+        {"role": "assistant", "calls": [{"id": "1", "name": "a", "arguments": "{}", "more": "b"}]},
+        {"role": "tool"}, {"role": "tool", "call_id": "1"}, {"role": "tool", "name": "a"}, {"role": "user", "name": "a"},
+        {"role": "tool", "call_id": 1, "name": "a"},
+    ],
+)  # fmt: skip
+def test_a_damaged_session_is_told(fields: dict[str, Any]) -> None:
+    with pytest.raises(SessionError):
+        Conversation.replay([{"event": "message", "id": 1, "content": "a", **fields}])
+
+
+# ---- servers ----
+
+
+@pytest.fixture
+def running(request: pytest.FixtureRequest) -> Iterator[Any]:
+    """Two servers, one of which has a tool's name that the other has as well."""
+    pytest.importorskip("mcp")
+    from nanovllm_cli.chat.mcp_client import McpTools
+
+    servers = [
+        McpServer("one", sys.executable, (SERVER, "add", "fail", "show", "sleep", "die"), timeout=2.0),
+        McpServer("two", sys.executable, (SERVER, "add", "od.d name", "long")),
+    ]
+    with contextlib.closing(McpTools(servers)) as tools:
+        yield tools
+
+
+def test_tools_of_servers_are_called(running: Any) -> None:
+    names = ["one_add", "fail", "show", "sleep", "die", "two_add", "od_d_name", "long"]
+    assert [each.name for each in running.tools] == names
+    assert running.tools[0].for_template() == {
+        "type": "function", "function": {"name": "one_add", "description": "Does add.", "parameters": {
+            "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}},
+    }  # fmt: skip
+    assert running.call("one_add", {"a": 3, "b": 4}) == "7"
+    assert running.call("od_d_name", {"x": ["ä"]}) == '{"x": ["\\u00e4"]}'
+    assert running.call("show", {}) == "see\n[image, which is not shown here]\ninside"
+    assert len(running.call("long", {})) == 300_000
+
+
+def test_what_fails_in_a_server_is_told(running: Any) -> None:
+    with pytest.raises(RequestError, match=r"out of\nluck"):
+        running.call("fail", {})
+    began = time.monotonic()
+    with pytest.raises(RequestError, match=r"(?i)tim"):
+        running.call("sleep", {})
+    assert time.monotonic() - began < 15
+    with pytest.raises(RequestError):
+        running.call("die", {})
+    with pytest.raises(RequestError):
+        running.call("one_add", {"a": 3, "b": 4})
+    assert running.call("two_add", {"a": 3, "b": 4}) == "7"
+
+
+def test_ctrl_c_stops_a_call_and_not_its_server() -> None:
+    pytest.importorskip("mcp")
+    from nanovllm_cli.chat.mcp_client import McpTools
+
+    with contextlib.closing(McpTools([McpServer("one", sys.executable, (SERVER, "sleep"))])) as tools:
+        threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+        began = time.monotonic()
+        with pytest.raises(KeyboardInterrupt):
+            tools.call("sleep", {})
+        assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize(
+    ("server", "message", "hint"),
+    [
+        (McpServer("bad", "/no/such/command"), "bad did not start: [Errno 2]", None),
+        (McpServer("bad", sys.executable, ("-c", "import sys; sys.exit('sad story')")), "bad did not start", "sad story"),
+        (McpServer("bad", url="http://127.0.0.1:9/mcp"), "bad did not start", None),
+        (McpServer("bad", sys.executable, (SERVER, "same.name", "same_name")), "two tools are called same_name", "other names"),
+    ],
+)  # fmt: skip
+def test_a_server_that_does_not_come_is_told(server: McpServer, message: str, hint: str | None) -> None:
+    pytest.importorskip("mcp")
+    from nanovllm_cli.chat.mcp_client import McpTools
+
+    with pytest.raises(UsageError) as caught:
+        McpTools([server])
+    assert message in caught.value.message
+    assert (hint or "") in (caught.value.hint or "")
+    assert not [each for each in threading.enumerate() if each.name == "mcp"]
+
+
+# ---- a real model ----
+
+
+def test_a_model_in_this_process_is_told_the_tools_and_its_calls_are_read() -> None:
+    """The bundled one, held to a call, as it would hardly make one."""
+    from nanovllm_cli.cli.local import LocalAnswering
+    from nanovllm_cli.cli.model import Prompting
+    from nanovllm_cli.llm import LLM
+    from nanovllm_cli.text.tool_calls import tools_of
+
+    schema = {"type": "object", "properties": {"a": {"enum": [7]}}, "required": ["a"], "additionalProperties": False}
+    tools = [Tool("add", "sums", "Adds it.", schema).for_template()]
+    with LLM("tiny", chat_template=CHATML, shows_calls=True, max_model_len=512) as llm:
+        prompting = Prompting(llm, tools=tools)
+        ids = prompting.encode([{"role": "user", "content": "hi"}])
+        assert "Adds it." in llm.tokenizer.decode(ids)
+        assert llm.answer_format is not None
+        held = llm.answer_format.constraint(tools_of(tools), "required", parallel=False)
+        params = SamplingParams(temperature=0.0, max_tokens=200, constraint=held)
+        answering = LocalAnswering(llm, ids, params, prompting.parser_for(ids))
+        for _ in answering:
+            pass
+        (call,) = answering.answers.first.calls
+    assert (call.name, json.loads(call.arguments), answering.answers.first.content) == ("add", {"a": 7}, "")
+
+
+# ---- in a pipe and on a terminal ----
+
+
+@pytest.fixture
+def tools_file(tmp_path: Path) -> str:
+    pytest.importorskip("mcp")
+    return written(tmp_path / "mcp.json", {"sums": ours("add", "fail", "sleep")})
+
+
+def test_a_model_calls_what_is_allowed_from_a_pipe(tools_file: str, tmp_path: Path) -> None:
+    args = "--mcp", tools_file, "--allow", "add"
+    result = nanovllm(tmp_path, "chat", "caller", *args, stdin='call add {"a": 1, "b": 2}\nsay bye\n')
+    assert (result.code, result.out) == (0, "let me see\nit said 3\nbye\n")
+    assert 'calling add {"a": 1, "b": 2}' in result.err
+    assert "3 tools: add, fail, sleep" in result.err
+    assert [each.role for each in said(tmp_path)] == ["user", "assistant", "tool", "assistant", "user", "assistant"]
+
+
+def test_from_a_pipe_nobody_can_be_asked(tools_file: str, tmp_path: Path) -> None:
+    told = 'call add {"a": 1, "b": 2}; fail {}; nothing {}\nyes\n'
+    result = nanovllm(tmp_path, "chat", "caller", "--mcp", tools_file, "--allow", "f*", stdin=told)
+    assert result.code == 0
+    assert "add was not run: nobody can be asked here; --allow add lets it run" in result.err
+    assert "it said Error: there is no tool nothing\n" in result.out
+    results = [each.content for each in said(tmp_path) if each.role == "tool"]
+    assert results == [REFUSED, "Error: out of\nluck \x1b[31m", "Error: there is no tool nothing"]
+
+
+def test_without_tools_a_call_is_text(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "chat", "tiny", stdin='call add {"a": 1}\n')
+    assert result.out == 'let me see<tool_call>{"name": "add", "arguments": {"a": 1}}</tool_call>\n'
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
+def test_a_person_at_a_terminal_decides(term: str, tools_file: str, tmp_path: Path, spawn: Any) -> None:  # noqa: F811
+    child = spawn("caller", "--mcp", "mcp.json", "--no-save", TERM=term)
+    prompt = ">>> " if term == "dumb" else "› "
+    for reply, result in (("n", "did not allow"), ("y", "it said 3"), ("a", "it said 3"), (None, "it said 3")):
+        child.expect(prompt)
+        child.send('call add {"a": 1, "b": 2}' + ("\n" if term == "dumb" else "\r"))
+        if reply is not None:
+            child.expect('"b": 2')
+            child.expect("run it\\? yes, no or always: ")
+            child.send(reply + ("\n" if term == "dumb" else "\r"))
+        child.expect(result)
+    child.expect(prompt)
+    child.send("/tools" + ("\n" if term == "dumb" else "\r"))
+    child.expect("add +sums +unasked +Does add.")
+    child.expect("fail +sums +if allowed")
+    child.expect(prompt)
+    child.sendeof()
+    assert finish(child)[0] == 0
+
+
+def test_ctrl_c_stops_a_tool_and_continue_goes_on(tools_file: str, tmp_path: Path, spawn: Any) -> None:  # noqa: F811
+    child = spawn("caller", "--mcp", "mcp.json", "--allow", "*")
+    say(child, 'call add {"a": 1, "b": 2}; sleep {}')
+    child.expect("calling sleep")
+    time.sleep(0.3)
+    child.sendintr()
+    child.expect("sleep was stopped; /continue runs it again")
+    say(child, "/history")
+    child.expect("3 tool +3")
+    say(child, "say on")
+    child.expect("\non\r\n")
+    say(child, "/exit")
+    assert finish(child)[0] == 0
+    messages = said(tmp_path)
+    assert [each.role for each in messages] == ["user", "assistant", "tool", "user", "assistant"]
+    child = spawn("caller", "--continue", "--mcp", "mcp.json", "--allow", "*")
+    say(child, "/undo")
+    say(child, "/continue")
+    child.expect("calling sleep")
+    child.sendintr()
+    child.expect("was stopped")
+    say(child, "/exit")
+    assert finish(child)[0] == 0
+    result = nanovllm(tmp_path, "chat", "caller", "--continue", stdin="/continue\n")
+    assert result.out == "it said 3\n"
+    assert "has called tools, and waits: /continue goes on" in result.err
+
+
+@pytest.mark.parametrize(
+    ("args", "code", "message"),
+    [
+        (("--allow", "add"), 2, "--allow has no meaning: there are no tools"), (("--mcp", "nothing.json"), 2, "nothing.json"),
+        (("--mcp", "bad.json"), 2, "the MCP server bad did not start"),
+    ],
+)  # fmt: skip
+def test_what_can_not_be_is_told_first(args: tuple[str, ...], code: int, message: str, tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    written(tmp_path / "bad.json", {"bad": {"command": "/no/such/command"}})
+    result = nanovllm(tmp_path, "chat", "caller", *args, stdin="say hi\n")
+    assert (result.code, result.out) == (code, "")
+    assert message in result.err
+    assert "loading" not in result.err
