@@ -151,6 +151,20 @@ def test_what_is_allowed_is_not_asked_for() -> None:
     assert source.called == []
 
 
+def test_nothing_of_a_call_is_hidden_from_who_decides() -> None:
+    tools, _, told = box(["no"])
+    tools.run(Call("1", "write", json.dumps({"a": "rm\u202e \u200b\n\x1b[2Kls\u2028x", "z": "ä日"})))
+    assert told[:-1] == ["write {", '  "a": "rm\\u202e \\u200b\\n\\u001b[2Kls\\u2028x",', '  "z": "ä日"', "}"]
+
+
+def test_a_projects_file_starts_no_server_and_allows_nothing(tmp_path: Path) -> None:
+    for key, value in (("allow", '"*"'), ("mcp", '"a.json"')):
+        (tmp_path / "nanovllm.toml").write_text(f"[chat]\n{key} = {value}\n")
+        result = nanovllm(tmp_path, "chat", "caller", stdin="say hi\n")
+        assert (result.code, result.out) == (2, "")
+        assert key in result.err
+
+
 def test_the_end_of_input_is_a_no_and_ctrl_c_is_none() -> None:
     tools, source, _ = box([EOFError])
     assert tools.run(Call("1", "write", "{}")) == REFUSED

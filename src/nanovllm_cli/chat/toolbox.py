@@ -75,7 +75,7 @@ class Toolbox:
         if call.name not in [each.name for each in self.tools]:
             return self._failed(call, f"there is no tool {call.name}")
         if self.needs_no_asking(call.name):
-            self.tell(f"calling {call.name} {json.dumps(arguments, ensure_ascii=False)}")
+            self.tell(f"calling {call.name} {_shown(arguments)}")
         elif not self._is_allowed(call.name, arguments):
             return REFUSED
         try:
@@ -91,7 +91,7 @@ class Toolbox:
 
     def _is_allowed(self, name: str, arguments: dict[str, Any]) -> bool:
         """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
-        for line in f"{name} {json.dumps(arguments, ensure_ascii=False, indent=2)}".splitlines():
+        for line in f"{name} {_shown(arguments, indent=2)}".split("\n"):
             self.tell(line)
         while True:
             try:
@@ -113,3 +113,9 @@ class Toolbox:
     def _failed(self, call: Call, why: str) -> str:
         self.tell(f"{call.name} failed: {why}")
         return f"Error: {why}"
+
+
+def _shown(arguments: dict[str, Any], indent: int | None = None) -> str:
+    """As JSON in which nothing is hidden: what is not printed, such as marks that turn a text's direction, is escaped."""
+    text = json.dumps(arguments, ensure_ascii=False, indent=indent)
+    return "".join(c if c.isprintable() or c == "\n" else json.dumps(c)[1:-1] for c in text)

@@ -56,7 +56,7 @@ class ChatOptions:
     )
     allow: list[str] | None = option(
         "--allow", help="A tool, or a pattern such as 'read_*', that runs without asking. Repeatable. [each call is asked for]",
-        panel=TOOLS, metavar="NAME",
+        panel=TOOLS, metavar="TOOL",
     )
 
 

@@ -13,7 +13,7 @@ from typing import Any, Literal, Union, get_args, get_origin
 
 ENVIRONMENT_PREFIX = "NANOVLLM_"
 HELP_FLAGS = ("-h", "--help")
-_NOT_FOR_FILES = ("FILE", "PATH", "PATH:SCALE", "FILE:SCALE", "NAME=PATH", "FOLDER", "URL", "KEY", "HOST", "ORIGIN")
+_NOT_FOR_FILES = ("FILE", "PATH", "PATH:SCALE", "FILE:SCALE", "NAME=PATH", "FOLDER", "URL", "KEY", "HOST", "ORIGIN", "TOOL")
 
 
 @dataclass(frozen=True, slots=True)
