@@ -124,7 +124,7 @@ def box(answers: Sequence[str | type[BaseException] | None], *allowed: str) -> t
             raise said
         return said
 
-    return Toolbox(source, allowed, ask, told.append), source, told
+    return Toolbox(source, allowed, ask, told.append, told.append), source, told
 
 
 def test_a_person_is_asked_before_each_call() -> None:
@@ -415,13 +415,28 @@ def test_a_person_at_a_terminal_decides(term: str, tools_file: str, tmp_path: Pa
     assert finish(child)[0] == 0
 
 
+def test_who_wants_quiet_is_shown_what_to_decide_on(tools_file: str, spawn: Any) -> None:  # noqa: F811
+    child = spawn("caller", "-q", "--mcp", "mcp.json", "--no-save")
+    say(child, 'call add {"a": 1, "b": 2}; add {}')
+    child.expect('"b": 2')
+    child.expect("run it")
+    child.sendline("y")
+    child.expect("run it")
+    child.sendintr()
+    child.expect(">>> ")
+    child.sendline("/history")
+    child.expect("3 tool +3")
+    child.sendeof()
+    finish(child)
+
+
 def test_ctrl_c_stops_a_tool_and_continue_goes_on(tools_file: str, tmp_path: Path, spawn: Any) -> None:  # noqa: F811
     child = spawn("caller", "--mcp", "mcp.json", "--allow", "*")
     say(child, 'call add {"a": 1, "b": 2}; sleep {}')
     child.expect("calling sleep")
     time.sleep(0.3)
     child.sendintr()
-    child.expect("sleep was stopped; /continue runs it again")
+    child.expect("sleep was stopped; /continue goes on with it")
     say(child, "/history")
     child.expect("3 tool +3")
     say(child, "say on")

@@ -10,7 +10,7 @@ from collections.abc import Callable
 
 from nanovllm_cli.chat.surface import DECIDE
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, decode, standard_input
-from nanovllm_cli.cli.output import Console, one_line
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PROMPT_WORTH_SHOWING
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.control_filter import ControlFilter
@@ -130,8 +130,8 @@ class PlainDisplay:
         if remark is not None:
             self._console.say(f"({remark})", "dim")
 
-    def tool(self, line: str) -> None:
-        self._console.say(one_line(ControlFilter().feed(line)), "dim")
+    def tool(self, line: str, *, is_asked: bool = False) -> None:
+        (self._console.line if is_asked else self._console.say)(ControlFilter().feed(line), "dim")
 
     def say(self, text: str) -> None:
         self._console.answer(ControlFilter().feed(text).rstrip("\n") + "\n")

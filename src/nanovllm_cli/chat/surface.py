@@ -65,8 +65,9 @@ class Display(Protocol):
         """The answer is over: whatever was held back is shown. remark: why, where it is worth saying ("interrupted"). goes_on:
         another one follows, so that one without a text is nothing to show."""
 
-    def tool(self, line: str) -> None:
-        """A tool is called, or was not: something to know while the answer is on its way."""
+    def tool(self, line: str, *, is_asked: bool = False) -> None:
+        """A tool is called, or was not: something to know while the answer is on its way. is_asked: a person decides on it, and
+        has to see it."""
 
     def say(self, text: str) -> None:
         """The outcome of a command: what was asked for, lines of our own."""

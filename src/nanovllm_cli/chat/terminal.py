@@ -80,7 +80,7 @@ class TerminalDisplay:
             self._stream = self._new_stream()
         self._stream.feed(text)
 
-    def tool(self, line: str) -> None:
+    def tool(self, line: str, *, is_asked: bool = False) -> None:
         self._console.status("")
         self._line(ControlFilter().feed(line), _DIM)
 

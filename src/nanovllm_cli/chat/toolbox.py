@@ -45,12 +45,13 @@ class ToolSource(Protocol):
 
 @dataclass
 class Toolbox:
-    """allowed: names and patterns of names that need no asking. ask: for a person's answer, behind what `tell` has told of the
-    call; None where nobody can be asked."""
+    """allowed: names and patterns of names that need no asking. ask: for a person's answer, behind what `show` has shown of the
+    call; None where nobody can be asked. tell: what happens, for who wants to know."""
 
     source: ToolSource
     allowed: Sequence[str] = ()
     ask: Callable[[], str | None] = lambda: None
+    show: Callable[[str], None] = lambda line: None
     tell: Callable[[str], None] = lambda line: None
     _always: set[str] = field(default_factory=set, init=False)
 
@@ -74,14 +75,14 @@ class Toolbox:
             return self._failed(call, "the arguments are no JSON object")
         if call.name not in [each.name for each in self.tools]:
             return self._failed(call, f"there is no tool {call.name}")
-        if self.needs_no_asking(call.name):
-            self.tell(f"calling {call.name} {_shown(arguments)}")
-        elif not self._is_allowed(call.name, arguments):
-            return REFUSED
         try:
+            if self.needs_no_asking(call.name):
+                self.tell(f"calling {call.name} {_shown(arguments)}")
+            elif not self._is_allowed(call.name, arguments):
+                return REFUSED
             result = self.source.call(call.name, arguments)
         except KeyboardInterrupt:
-            self.tell(f"{call.name} was stopped; /continue runs it again")
+            self.tell(f"{call.name} was stopped; /continue goes on with it")
             raise
         except NanovllmError as error:
             return self._failed(call, error.message)
@@ -92,7 +93,7 @@ class Toolbox:
     def _is_allowed(self, name: str, arguments: dict[str, Any]) -> bool:
         """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
         for line in f"{name} {_shown(arguments, indent=2)}".split("\n"):
-            self.tell(line)
+            self.show(line)
         while True:
             try:
                 said = self.ask()

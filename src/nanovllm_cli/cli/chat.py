@@ -207,7 +207,7 @@ def _converse(
         tools=tools,
     )
     if tools is not None:
-        tools.tell = surface.display.tool
+        tools.tell, tools.show = surface.display.tool, partial(surface.display.tool, is_asked=True)
     system = None if talk.system_prompt is None else inputs.checked(talk.system_prompt, "the system prompt")
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
     chat = loop.Chat(source.model(options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
