@@ -91,7 +91,10 @@ class Screen:
     def content(self, text: str) -> None:
         self.answers[-1] += text
 
-    def end(self, remark: str | None = None) -> None:
+    def tool(self, line: str, *, is_asked: bool = False) -> None:
+        pass
+
+    def end(self, remark: str | None = None, *, goes_on: bool = False) -> None:
         self.said.append(f"end: {remark}")
 
     def say(self, text: str) -> None:

@@ -77,6 +77,7 @@ def test_every_command(chat: Open, tmp_path: Path) -> None:
         "/think on": "no switch",
         "/model thinker": "thinker:",
         "/copy": "copied|clipboard",
+        "/tools": "there are no tools",
         "/nothing": "error:",
     }
     for command, wanted in told.items():
