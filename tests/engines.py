@@ -51,6 +51,9 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "balancing_biases")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
+        elif name.endswith("tid2eid"):
+            rows = torch.rand(len(buffer), config.n_routed_experts, generator=generator)
+            buffer.copy_(rows.argsort(1)[:, : buffer.shape[1]])
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     turns = {module: module.freqs_ci for module in model.modules() if hasattr(module, "freqs_ci")}
