@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.reach import num_near, reaches
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.engine import Engine
@@ -102,8 +103,9 @@ def poison_what_is_out_of_reach(patch: pytest.MonkeyPatch) -> list[int]:
         *others, num_parts = args if len(args) == 5 else (*args, 0)
         make(cache, *others, num_parts + bool(num_parts))
         if num_parts:
-            for side in (side for layer, is_near in zip(cache.layers, cache.is_near, strict=True) if is_near for side in layer):
-                side[num_parts].view(torch.uint8).fill_(0xFF)
+            for layer, mixer, reach in zip(cache.layers, args[1], reaches(args[1]), strict=True):
+                for side in layer[: num_near(mixer, reach, len(layer))]:
+                    side[num_parts].view(torch.uint8).fill_(0xFF)
 
     def hold_and_poison(parts: NearParts, sequence: Sequence, end: int) -> None:
         hold(parts, sequence, end)

@@ -1,0 +1,220 @@
+"""DeepSeek-V4 against transformers: windows, digests that are all seen or chosen, streams that are mixed, experts by a table; what
+steps it is computed in changes no bit; folders as they are published and saved; what is refused."""
+
+from __future__ import annotations
+
+import json
+import math
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import DeepseekV4Config
+
+from engines import (
+    SMALL,
+    check_that_no_bit_changes,
+    engine_for,
+    greedy,
+    poison_what_is_out_of_reach,
+    random_model,
+    run,
+    save,
+    worker_for,
+)
+from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights.checkpoint import open_checkpoint
+from test_models import prompts
+from test_quant_engine import difference, expected_logits, logits_of
+
+WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
+TABLE, SCORE = "hash_moe", "moe"
+OF_LETTERS = {"W": WINDOW, "C": CHOSEN, "A": ALL, "t": TABLE, "s": SCORE}
+SHAPE = {name: value for name, value in SMALL.items() if name not in ("intermediate_size", "num_key_value_heads")} | {
+    "moe_intermediate_size": 32, "q_lora_rank": 26, "num_experts_per_tok": 2, "n_routed_experts": 5, "sliding_window": 11,
+    "partial_rotary_factor": 1 / 3, "o_groups": 3, "o_lora_rank": 10, "index_n_heads": 20, "index_head_dim": 20, "index_topk": 4,
+    "hc_mult": 3, "hc_sinkhorn_iters": 4, "swiglu_limit": 1.5,
+}  # fmt: skip
+"""So many index heads that no digest's score is zero by all of them: of equal ones transformers takes any."""
+
+
+def config_of(kinds: str, routes: str = "", rates: tuple[int, int] = (4, 16), **others: Any) -> DeepseekV4Config:
+    """kinds, routes: a letter a layer; rates: tokens of a digest where they are chosen, and where all are seen."""
+    routes = routes or "t" + "s" * (len(kinds) - 1)
+    lists = {"layer_types": [OF_LETTERS[each] for each in kinds], "mlp_layer_types": [OF_LETTERS[each] for each in routes]}
+    return DeepseekV4Config(
+        **SHAPE | lists | {"num_hidden_layers": len(kinds), "compress_rates": dict(zip((CHOSEN, ALL), rates, strict=True))} | others
+    )
+
+
+YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}
+CASES: dict[str, DeepseekV4Config] = {
+    "windows alone": config_of("WW", "ss"),
+    "a window of one": config_of("WC", sliding_window=1),
+    "all are chosen": config_of("C", "s", index_topk=600),
+    "a few are chosen": config_of("CC", "ss"),
+    "all are seen": config_of("AA", "ss"),
+    "of so many tokens that blocks have none": config_of("AC", rates=(20, 40)),
+    "of odd numbers": config_of("ACA", rates=(3, 5)),
+    "of each token": config_of("CA", rates=(1, 1)),
+    "by a table alone": config_of("WW", "tt", num_experts_per_tok=3),
+    "all of it": config_of("WCACA", "ttsss"),
+    "stretched": config_of("WCA", rope_parameters=YARN),
+    "two streams, made even once": config_of("CA", hc_mult=2, hc_sinkhorn_iters=1, hc_eps=0.02, routed_scaling_factor=0.7),
+    "one group, a tied head": config_of("CW", o_groups=1, tie_word_embeddings=True, num_attention_heads=5, hc_mult=4),
+}
+
+
+def calm_model(config: Any, **how: Any) -> Any:
+    """Of weights so small that transformers' own numbers are close to those in float64."""
+    model = random_model(config, **how)
+    for parameter in model.parameters():
+        parameter.data *= 0.6 if parameter.dim() > 1 else 1.0
+    return model
+
+
+def edited(folder: Path, changes: dict[str, Any]) -> Path:
+    """config.json with other values; None: without."""
+    config = json.loads((folder / "config.json").read_text()) | changes
+    (folder / "config.json").write_text(json.dumps({key: value for key, value in config.items() if value is not None}))
+    return folder
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_log_probabilities_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    model, tokens = calm_model(CASES[case]), [*prompts(SHAPE["vocab_size"]), [i * i % 509 for i in range(135)]]
+    worker = worker_for(save(model, tmp_path), dtype="float32")
+    found, expected = (rows.log_softmax(-1) for rows in (logits_of(worker, tokens), expected_logits(model, tokens)))
+    assert float((found - expected).abs().max()) < 1e-4
+
+
+@pytest.mark.parametrize("case", ["windows alone", "all of it", "of odd numbers"])
+def test_greedy_answers_are_those_of_transformers(case: str, tmp_path: Path) -> None:
+    """Step by step, from recordings behind the first, several sequences at once and past the ends of many digests."""
+    model = random_model(CASES[case])
+    asked = [ids[:20] for ids in prompts(SHAPE["vocab_size"])[1:5]]
+    expected = []
+    for ids in asked:
+        made = model.generate(torch.tensor([ids]), max_new_tokens=70, do_sample=False, eos_token_id=None, pad_token_id=0)
+        expected.append(made[0, len(ids):].tolist())  # fmt: skip
+    engine = engine_for(worker_for(save(model, tmp_path), dtype="float32"))
+    assert [list(out.outputs[0].token_ids) for out in run(engine, [(ids, greedy(70)) for ids in asked])] == expected
+
+
+# ---- steps ----
+
+
+@pytest.fixture(scope="module", params=["float32", "bfloat16"])
+def worker(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Worker:
+    model = random_model(config_of("WCACA", "ttsss", rates=(4, 40)))
+    return worker_for(save(model, tmp_path_factory.mktemp("steps")), dtype=request.param)
+
+
+def asked_of(count: int = 20) -> list[tuple[list[int], SamplingParams]]:
+    many = [[i * i % 509 for i in range(length)] for length in (150, 77, 150, 41, 5)]
+    many[2] = many[0][:100] + [i % 500 for i in range(50)]  # they part within a digest
+    return [(ids, greedy(count, logprobs=1)) for ids in many]
+
+
+def test_steps_change_no_bit(worker: Worker) -> None:
+    others: tuple[dict[str, Any], ...] = {"max_num_batched_tokens": 1}, {"num_speculative_tokens": 3}
+    check_that_no_bit_changes(worker, asked_of(), 22, *others)
+
+
+def test_forks_draw_what_each_would_draw_alone(worker: Worker) -> None:
+    ids, _ = asked_of()[0]
+    together = SamplingParams(temperature=1.0, seed=5, n=3, max_tokens=30, ignore_eos=True, logprobs=0)
+    found = run(engine_for(worker), [(ids, together)])[0].outputs
+    again = run(engine_for(worker, max_num_batched_tokens=9, enable_prefix_caching=False), [(ids, together)])[0].outputs
+    assert [each.token_ids for each in found] == [each.token_ids for each in again]
+    assert len({tuple(each.token_ids) for each in found}) == 3
+
+
+def test_a_recorded_step_has_the_bits_of_one_that_is_not(worker: Worker) -> None:
+    assert worker.runner.graphs._recordable  # type: ignore[attr-defined]
+    found = run(engine_for(worker), asked_of())
+    worker.runner.graphs._recordable = False  # type: ignore[attr-defined]
+    plain = run(engine_for(worker), asked_of())
+    worker.runner.graphs._recordable = True  # type: ignore[attr-defined]
+    for one, other in zip(found, plain, strict=True):
+        assert (one.outputs[0].token_ids, one.outputs[0].logprobs) == (other.outputs[0].token_ids, other.outputs[0].logprobs)
+
+
+# ---- what is kept ----
+
+
+def test_what_is_kept_of_a_token() -> None:
+    """By hand: of the published sizes a digest of 512 numbers and one of 128 for four tokens, or one of 512 in each block; and
+    within reach of the window keys, and what digests are made of."""
+    layers = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
+    spec = spec_from_hf(FLASH | layers, hf_family(FLASH))
+    from nanovllm_cli.attention.cpu import CpuAttention
+    from nanovllm_cli.attention.kv_cache import block_bytes, near_bytes
+    from nanovllm_cli.attention.reach import near_reach
+
+    layout = CpuAttention({64}, torch.bfloat16, (torch.bfloat16, torch.bfloat16))
+    far = 4 * (512 + 128) + 512
+    near = 16 * (3 * 512 + 2 * 2 * (512 + 128) + 2 * 512)
+    assert block_bytes(spec.mixers, layout) == 2 * (far + near)
+    assert near_bytes(spec.mixers, layout) == 2 * near
+    assert near_reach(spec.mixers) == 128
+
+
+def test_a_long_text_takes_what_its_digests_take(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What belongs to tokens out of reach is gone; digests stay, as do answers."""
+    behind = poison_what_is_out_of_reach(monkeypatch)
+    folder = save(random_model(config_of("WCA", rates=(4, 40), max_position_embeddings=2048)), tmp_path)
+    worker = worker_for(folder, max_num_batched_tokens=96)
+    part = worker.near_bytes
+    room = 128 * (worker.block_bytes - part) + 26 * part
+    assert part > worker.block_bytes - part
+    near_worker = worker_for(folder, num_blocks=None, kv_cache_bytes=room, max_model_len=2000, max_num_batched_tokens=96)
+    assert near_worker.near.reach == 40
+    assert near_worker.num_blocks >= 125 > room // worker.block_bytes
+    asked = [([i * i % 509 for i in range(1200)], greedy(100, logprobs=2))]
+    found, expected = (run(engine_for(each, max_num_batched_tokens=96), asked)[0].outputs[0] for each in (near_worker, worker))
+    assert (found.token_ids, found.logprobs) == (expected.token_ids, expected.logprobs)
+    assert max(behind) == (1300 - 1 - 40 - 64) // 64 * 64 // 16
+
+
+# ---- folders ----
+
+FLASH: dict[str, Any] = {
+    "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "hidden_size": 4096, "num_hidden_layers": 43,
+    "num_attention_heads": 64, "num_key_value_heads": 1, "head_dim": 512, "qk_rope_head_dim": 64, "q_lora_rank": 1024,
+    "o_lora_rank": 1024, "o_groups": 8, "sliding_window": 128, "compress_rope_theta": 160000, "rope_theta": 10000,
+    "compress_ratios": [0, 0, *[4, 128] * 20, 4, 0], "index_n_heads": 64, "index_head_dim": 128, "index_topk": 512,
+    "n_routed_experts": 256, "n_shared_experts": 1, "num_experts_per_tok": 6, "moe_intermediate_size": 2048,
+    "num_hash_layers": 3, "routed_scaling_factor": 1.5, "scoring_func": "sqrtsoftplus", "norm_topk_prob": True,
+    "hc_mult": 4, "hc_sinkhorn_iters": 20, "hc_eps": 1e-6, "swiglu_limit": 10.0, "vocab_size": 129280, "rms_norm_eps": 1e-6,
+    "max_position_embeddings": 1048576, "num_nextn_predict_layers": 1, "tie_word_embeddings": False, "hidden_act": "silu",
+    "rope_scaling": {"type": "yarn", "factor": 16, "beta_fast": 32, "beta_slow": 1, "original_max_position_embeddings": 65536},
+    "expert_dtype": "fp4", "torch_dtype": "bfloat16",
+}  # fmt: skip
+"""DeepSeek-V4-Flash's, as it is published, but for its quantization."""
+
+
+def test_what_is_published_is_what_transformers_makes_of_it() -> None:
+    whole = DeepseekV4Config(**FLASH).to_dict()
+    assert whole["rope_parameters"]["compress"]["attention_factor"] == 1.0
+    spec, other = (spec_from_hf(each, hf_family(FLASH)) for each in (FLASH, whole))
+    assert spec == other
+    assert [own.window for own in spec.attentions] == [128] * 43
+    made = [own.shared.digests for own in spec.attentions if own.shared is not None]
+    assert [0 if own is None else own.rate for own in made] == [0, 0, *[4, 128] * 20, 4]
+    assert [0 if own is None or own.indexer is None else own.indexer.most for own in made] == [0, 0, *[512, 0] * 20, 512]
+    assert [block.mlp.table_rows for block in spec.blocks if isinstance(block.mlp, MoESpec)] == [129280] * 3 + [0] * 40
+    assert spec.max_position == 1 << 20
+
+
+def test_a_config_that_says_nothing_has_what_transformers_takes() -> None:
+    little = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
+    assert spec_from_hf(little, hf_family(little)) == spec_from_hf(DeepseekV4Config().to_dict() | little, hf_family(little))
