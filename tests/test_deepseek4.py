@@ -31,7 +31,9 @@ from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.quant.format import Blocks, Fp8
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.quantized import open_reader
 from test_models import prompts
 from test_quant_engine import difference, expected_logits, logits_of
 
@@ -218,3 +220,115 @@ def test_what_is_published_is_what_transformers_makes_of_it() -> None:
 def test_a_config_that_says_nothing_has_what_transformers_takes() -> None:
     little = {"architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4"}
     assert spec_from_hf(little, hf_family(little)) == spec_from_hf(DeepseekV4Config().to_dict() | little, hf_family(little))
+
+
+PUBLISHED = {  # parts of transformers' names -> of DeepSeek's
+    "model.embed_tokens.": "embed.", "lm_head.": "head.", "model.norm.": "norm.", "model.hc_head.hc_": "hc_head_",
+    "model.layers.": "layers.", ".compressor.indexer.scorer.weights_proj.": ".indexer.weights_proj.",
+    ".compressor.indexer.q_b_proj.": ".indexer.wq_b.", ".compressor.indexer.": ".indexer.compressor.",
+    ".compressor.kv_norm.": ".compressor.norm.", ".self_attn.": ".attn.", ".mlp.": ".ffn.", ".input_layernorm.": ".attn_norm.",
+    ".post_attention_layernorm.": ".ffn_norm.", ".attn_hc.": ".hc_attn_", ".ffn_hc.": ".hc_ffn_", ".position_bias": ".ape",
+    ".sinks": ".attn_sink", ".q_a_norm.": ".q_norm.", ".gate.e_score_correction_bias": ".gate.bias",
+    ".shared_experts.gate_proj.": ".shared_experts.w1.", ".shared_experts.down_proj.": ".shared_experts.w2.",
+    ".shared_experts.up_proj.": ".shared_experts.w3.", ".q_a_proj.": ".wq_a.", ".q_b_proj.": ".wq_b.", ".kv_proj.": ".wkv.",
+    ".gate_proj.": ".wgate.", ".o_a_proj.": ".wo_a.", ".o_b_proj.": ".wo_b.",
+}  # fmt: skip
+IN_FP8 = (".wq_a.weight", ".wq_b.weight", ".attn.wkv.weight", ".wo_a.weight", ".wo_b.weight", "shared_experts.w1.weight",
+          "shared_experts.w2.weight", "shared_experts.w3.weight")  # fmt: skip
+E2M1 = torch.tensor([0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0])
+PUBLISHED_SHAPE = {
+    "hidden_size": 64, "moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 64, "o_groups": 2, "head_dim": 32,
+    "num_attention_heads": 6, "partial_rotary_factor": 0.5, "swiglu_limit": 10.0,
+}  # fmt: skip
+
+
+def by_published_names(state: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
+    """With experts one by one."""
+    found: dict[str, torch.Tensor] = {}
+    for name, tensor in state.items():
+        place, _, last = name.rpartition(".")
+        if last == "gate_up_proj":
+            for e, (gate, up) in enumerate(each.chunk(2) for each in tensor):
+                found |= {f"{place}.{e}.w1.weight": gate, f"{place}.{e}.w3.weight": up}
+        elif last == "down_proj":
+            found |= {f"{place}.{e}.w2.weight": each for e, each in enumerate(tensor)}
+        else:
+            found[name] = tensor
+    for theirs, published in PUBLISHED.items():
+        found = {name.replace(theirs, published): tensor for name, tensor in found.items()}
+    return found
+
+
+def powers(generator: torch.Generator, *shape: int) -> torch.Tensor:
+    return (torch.randint(-4, 0, shape, generator=generator) + 127).to(torch.uint8).view(torch.float8_e8m0fnu)
+
+
+def publish(model: Any, folder: Path, *, experts: str = "fp4") -> Path:
+    """As DeepSeek does; the model's weights become what that stands for."""
+    generator, tensors = torch.Generator().manual_seed(3), {}
+    with torch.no_grad():
+        for name, weight in by_published_names(dict(model.state_dict())).items():
+            place, is_expert = name.removesuffix(".weight"), ".experts." in name
+            if is_expert and experts == "fp4":
+                codes = torch.randint(0, 16, weight.shape, generator=generator, dtype=torch.uint8)
+                tensors[name] = (codes[:, 0::2] | codes[:, 1::2] << 4).view(torch.int8)
+                scales = tensors[f"{place}.scale"] = powers(generator, len(weight), weight.shape[1] // 32)
+                weight.copy_(E2M1[codes.long()] * scales.float().repeat_interleave(32, 1) / 4)
+                tensors[f"{place}.scale"] = (scales.view(torch.uint8) - 2).view(torch.float8_e8m0fnu)
+            elif is_expert or name.endswith(IN_FP8):
+                codes = (weight * 16).to(torch.float8_e4m3fn)
+                blocks = [-(-size // 128) for size in weight.shape]
+                scales = powers(generator, *blocks)
+                tensors |= {name: codes, f"{place}.scale": scales}
+                spread = scales.float().repeat_interleave(128, 0).repeat_interleave(128, 1)
+                weight.copy_(codes.float() * spread[: len(weight), : weight.shape[1]])
+            else:
+                tensors[name] = weight
+    tensors |= {"mtp.0.enorm.weight": torch.ones(3), "mtp.0.ffn.experts.0.w1.weight": torch.ones(3, 3, dtype=torch.int8)}
+    folder.mkdir(exist_ok=True)
+    save_file({name: tensor.clone().contiguous() for name, tensor in tensors.items()}, folder / "model.safetensors")
+    return folder
+
+
+def published_config(**others: Any) -> dict[str, Any]:
+    shape = {name: value for name, value in (SHAPE | PUBLISHED_SHAPE).items() if name != "partial_rotary_factor"}
+    return shape | {
+        "architectures": ["DeepseekV4ForCausalLM"], "model_type": "deepseek_v4", "num_hidden_layers": 3, "num_hash_layers": 1,
+        "compress_ratios": [0, 4, 128, 0], "qk_rope_head_dim": 16, "num_nextn_predict_layers": 1, "expert_dtype": "fp4",
+        "rope_scaling": FLASH["rope_scaling"] | {"original_max_position_embeddings": 64}, "max_position_embeddings": 1024,
+        "quantization_config": {"quant_method": "fp8", "fmt": "e4m3", "scale_fmt": "ue8m0", "weight_block_size": [128, 128],
+                                "activation_scheme": "dynamic"},
+    } | others  # fmt: skip
+
+
+@pytest.mark.parametrize("experts", ["fp4", "fp8"])
+def test_a_folder_as_it_is_published(experts: str, tmp_path: Path) -> None:
+    """Matrices in FP8 and experts in FP4, scales of powers of two, layers that guess, and a config as DeepSeek writes it."""
+    config = published_config()
+    model = random_model(DeepseekV4Config(**{key: value for key, value in config.items() if "quant" not in key}))
+    publish(model, tmp_path, experts=experts)
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    tokens = [*prompts(513)[:6], [i * i % 509 for i in range(270)]]
+    worker = worker_for(tmp_path, dtype="float32")
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 1e-4
+    with open_checkpoint(tmp_path) as checkpoint:
+        reader = open_reader(checkpoint)
+        formats = [reader.format(f"model.layers.0.{name}.weight") for name in ("mlp.experts.4.up_proj", "self_attn.o_a_proj")]
+    assert formats == [Blocks("MXFP4") if experts == "fp4" else Fp8(128, "dynamic"), Fp8(128, "dynamic")]
+
+
+@pytest.mark.parametrize("names", ["saved", "of modules", "published"])
+def test_tensors_by_each_of_their_names(names: str, tmp_path: Path) -> None:
+    model = calm_model(CASES["all of it"])
+    folder = save(model, tmp_path / "m")
+    stored = load_file(folder / "model.safetensors")
+    if names == "saved":
+        assert "model.layers.0.attn.norm.weight" in stored
+    else:
+        state = {name: tensor.clone().contiguous() for name, tensor in model.state_dict().items()}
+        assert "model.layers.0.mlp.experts.gate_up_proj" in state
+        state = by_published_names(state) if names == "published" else state
+        save_file({name: tensor.clone().contiguous() for name, tensor in state.items()}, folder / "model.safetensors")
+        assert names != "published" or {"layers.1.attn.kv_norm.weight", "hc_head_fn", "head.weight"} <= state.keys()
+    tokens = prompts(SHAPE["vocab_size"])[:5]
+    assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-5

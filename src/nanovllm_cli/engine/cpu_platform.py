@@ -160,7 +160,7 @@ class CpuPlatform:
             raise UnsupportedError(f"a {spec.architecture} model is not divided among processes: it has gated streams", hint)
         is_shared = any(attention.shared is not None for attention in spec.attentions)
         if is_shared:
-            _check_that_it_is_whole(spec, self.config, dtype)
+            _check_that_it_is_dense(spec, self.config, dtype)
         if has_ngrams and most_guesses(self.config):
             what = f"guesses of a {spec.architecture} model's tokens: what it keeps of n-grams cannot be taken back"
             raise UnsupportedError(what, "leave --speculate, --draft-model and --mtp out")
@@ -214,11 +214,8 @@ def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
     return min(config.threads or default_threads(), there)
 
 
-def _check_that_it_is_whole(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype) -> None:
-    """Attention with one shared key is neither divided, nor is what it keeps rounded."""
-    if config.tensor_parallel_size > 1:
-        hint = "leave --tensor-parallel-size out"
-        raise UnsupportedError(f"a {spec.architecture} model is not divided among processes: all heads share one key", hint)
+def _check_that_it_is_dense(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype) -> None:
+    """What attention with one shared key keeps is not rounded."""
     if any(kept != dtype for kept in cache_dtypes(config.cache_types, dtype)):
         raise UnsupportedError(
             f"a KV cache of {' and '.join(dict.fromkeys(config.cache_types))} of a {spec.architecture} model",

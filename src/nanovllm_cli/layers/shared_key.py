@@ -56,12 +56,11 @@ class Digests:
 
 class SharedKeyAttention(Projected):
     """out(of groups(attend(q, k))). What groups of heads go through are matrices in the compute type, whatever they are stored in.
-    """
+    Where several processes compute the model, each has the whole layer."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         shared, self.spec = spec.shared, spec
         assert shared is not None
-        assert kit.group is None, "no platform divides it"
         more = spec.qkv_bias, spec.out_bias, spec.qk_norm, spec.softcap, spec.clip, spec.gated, spec.value_dim, spec.temperature
         assert not any(more), "no model has these there"
         assert spec.sinks, "all have these"
