@@ -1,5 +1,5 @@
-"""DeepSeek-V4 against transformers: windows, digests that are all seen or chosen, streams that are mixed, experts by a table; what
-steps it is computed in changes no bit; folders as they are published and saved; what is refused."""
+"""DeepSeek-V4 against transformers: windows, digests that are all seen or chosen, streams that are mixed, experts by a table;
+what steps it is computed in changes no bit; folders as they are published and saved; what is refused."""
 
 from __future__ import annotations
 
@@ -51,10 +51,11 @@ SHAPE = {name: value for name, value in SMALL.items() if name not in ("intermedi
 def config_of(kinds: str, routes: str = "", rates: tuple[int, int] = (4, 16), **others: Any) -> DeepseekV4Config:
     """kinds, routes: a letter a layer; rates: tokens of a digest where they are chosen, and where all are seen."""
     routes = routes or "t" + "s" * (len(kinds) - 1)
-    lists = {"layer_types": [OF_LETTERS[each] for each in kinds], "mlp_layer_types": [OF_LETTERS[each] for each in routes]}
-    return DeepseekV4Config(
-        **SHAPE | lists | {"num_hidden_layers": len(kinds), "compress_rates": dict(zip((CHOSEN, ALL), rates, strict=True))} | others
-    )
+    layers = {
+        "layer_types": [OF_LETTERS[each] for each in kinds], "mlp_layer_types": [OF_LETTERS[each] for each in routes],
+        "num_hidden_layers": len(kinds), "compress_rates": dict(zip((CHOSEN, ALL), rates, strict=True)),
+    }  # fmt: skip
+    return DeepseekV4Config(**SHAPE | layers | others)
 
 
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 128, "rope_theta": 1e4}

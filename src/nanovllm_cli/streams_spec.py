@@ -32,7 +32,8 @@ class ConnectionsSpec:
     streams, and what they make joins each stream times a weight of its own. A token's weights are made of its own streams. least:
     what is added to their sigmoids; most: what the sigmoids are multiplied with by which a stream is written. rounds: streams are
     mixed before they are written, by a matrix of the token whose rows and columns are made to have sums of 1 so many times
-    (manifold-constrained, Xie et al. 2026; see `reference.mixing`), and least is added to what reads alone; 0: they are not."""
+    (manifold-constrained, Xie et al. 2026; see `mixing_rules.mixing`), and least is added to what reads alone; 0: they are
+    not."""
 
     count: int
     least: float

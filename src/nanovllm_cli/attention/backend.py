@@ -10,7 +10,7 @@ from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
-from nanovllm_cli.kernels.digests import DigestMaker
+from nanovllm_cli.kernels.digests import SharedInputs, SharedWeights
 from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable, NGramWeights
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
@@ -76,29 +76,6 @@ class IndexInputs(NamedTuple):
     q: torch.Tensor
     key: torch.Tensor
     weights: torch.Tensor
-
-
-class SharedInputs(NamedTuple):
-    """What a layer with one shared key makes of a step's tokens, which may be changed in place: q [T, H * D] and key [T, D], yet to
-    be normed and turned; raw [T, width]: for digests; index_q [T, heads * dim], yet to be turned, and index_weights [T, heads]
-    fp32: for what chooses them. See `SharedSpec`."""
-
-    q: torch.Tensor
-    key: torch.Tensor
-    raw: torch.Tensor | None
-    index_q: torch.Tensor | None
-    index_weights: torch.Tensor | None
-
-
-class SharedWeights(NamedTuple):
-    """Of such a layer, beside its projections: gains [D], eps and offset of the norm of keys, whose eps is also that of heads'
-    queries; what digests are made by, and those that choose."""
-
-    gains: torch.Tensor
-    eps: float
-    offset: float
-    digests: DigestMaker | None
-    index: DigestMaker | None
 
 
 class WholeRows(NamedTuple):

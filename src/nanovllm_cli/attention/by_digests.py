@@ -7,9 +7,10 @@ from typing import NamedTuple
 
 import torch
 
-from nanovllm_cli.attention.backend import Angles, SharedInputs, SharedWeights
-from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.attention.backend import Angles
+from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.kernels import cpu, digests
+from nanovllm_cli.kernels.digests import SharedInputs, SharedWeights
 from nanovllm_cli.kernels.indexer import ROWS
 from nanovllm_cli.mixer_spec import AttentionSpec
 
@@ -19,6 +20,17 @@ class Where(NamedTuple):
 
     kernels: digests.Where
     slots: torch.Tensor
+
+
+def parts_of(spec: AttentionSpec, dtype: torch.dtype) -> list[BlockPart]:
+    """What is kept in a block: keys and, with digests, raw rows, both of tokens; digests, and those that choose."""
+    assert spec.shared is not None
+    keys, own = ((cpu.BLOCK, spec.head_dim), dtype), spec.shared.digests
+    if own is None:
+        return [keys]
+    sizes = [spec.head_dim] if own.indexer is None else [spec.head_dim, own.indexer.dim]
+    room = digests.digest_room(own.rate)
+    return [keys, ((cpu.BLOCK, own.width(spec.head_dim)), dtype), *(((room, size), dtype) for size in sizes)]
 
 
 class ByDigests:
@@ -68,10 +80,10 @@ class ByDigests:
         digests.make_digests(cache[1], cache[2], weights.digests, of_digests, own.rate, where.kernels)
         if own.indexer is None:
             return None
-        assert weights.index is not None
+        assert weights.chosen_by is not None
         assert inputs.index_q is not None
         assert inputs.index_weights is not None
-        digests.make_digests(cache[1], cache[3], weights.index, of_digests, own.rate, where.kernels)
+        digests.make_digests(cache[1], cache[3], weights.chosen_by, of_digests, own.rate, where.kernels)
         q = digests.turn_last(inputs.index_q, own.indexer.heads, angles)
         return digests.choose(q, inputs.index_weights, cache[3], own.rate, own.indexer.most, where.kernels)
 

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli.attention import by_digests
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
@@ -16,22 +17,19 @@ from nanovllm_cli.attention.backend import (
     IndexInputs,
     LatentWeights,
     ScanWeights,
-    SharedInputs,
-    SharedWeights,
     WholeRows,
 )
-from nanovllm_cli.attention import by_digests
 from nanovllm_cli.attention.by_blocks import ByBlocks, Where
 from nanovllm_cli.attention.encoded import EncodedRows, among, behind, behind_each, keys_in, looked_at
 from nanovllm_cli.attention.kv_cache import STATE_PARTS, BlockPart, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
-from nanovllm_cli.digest_spec import DigestSpec
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.index_spec import IndexerSpec
 from nanovllm_cli.kernels import conv, cpu, delta, digests, ngrams, scan, wkv
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
+from nanovllm_cli.kernels.digests import SharedInputs, SharedWeights
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable, NGramWeights
@@ -133,7 +131,7 @@ class CpuAttention:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
         if mixer.shared is not None:
-            return self._of_shared(mixer.head_dim, mixer.shared.digests)
+            return by_digests.parts_of(mixer, self.dtype)
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes, mixer.found_dim)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
         if (blocks := mixer.blocks) is not None:
@@ -144,14 +142,6 @@ class CpuAttention:
         if (indexer := mixer.latent.own_indexer) is None:
             return parts[:1]
         return [parts[0], (cpu.cache_shapes(1, 1, indexer.dim, self.dtype)[0][1:], self.dtype)]
-
-    def _of_shared(self, dim: int, own: DigestSpec | None) -> list[BlockPart]:
-        """Keys and, with digests, raw rows, both of tokens; digests, and those that choose."""
-        keys = (cpu.BLOCK, dim), self.dtype
-        if own is None:
-            return [keys]
-        room, sizes = digests.digest_room(own.rate), [dim] if own.indexer is None else [dim, own.indexer.dim]
-        return [keys, ((cpu.BLOCK, own.width(dim)), self.dtype), *(((room, size), self.dtype) for size in sizes)]
 
     def empty_cache(self, num_bytes: int) -> torch.Tensor:
         try:

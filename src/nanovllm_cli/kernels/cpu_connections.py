@@ -32,7 +32,7 @@ def spread(arguments, thread, team):
 
 @inner
 def _even(matrix, rounds, least):
-    """Logits [S, S] become `reference.mixing` of them."""
+    """Logits [S, S] become `mixing_rules.mixing` of them."""
     count = matrix.shape[0]
     for j in range(count):
         top, total = matrix[j, 0], np.float32(0.0)
@@ -59,7 +59,7 @@ def _even(matrix, rounds, least):
 def read_streams(arguments, thread, team):
     """out [T, width] = the sum of streams [S, T, width], each times a weight, and kept [T, writes] fp32, the weights by which all
     are written: `reference.read_streams`. matrix [S + writes, S * width], base [S + writes] and scale [1 to 3] fp32; writes is S
-    or 0, or with rounds S + S * S, of which the last ones mix streams: `reference.mixing`. Work is split by tokens."""
+    or 0, or with rounds S + S * S, of which the last ones mix streams: `mixing_rules.mixing`. Work is split by tokens."""
     tag, streams, count, num_rows, width, matrix, base, scale, writes, rounds, out, kept, eps, least, most = fields(arguments)
     lines = carray(typed_pointer(streams, tag), (count, num_rows, width))
     rows = carray(typed_pointer(matrix, np.float32(0)), (count + writes, count, width))

@@ -2,10 +2,10 @@
 numbers turn, what tokens keep for digests, digests themselves, what ranks them, and the rows that a token sees, behind each
 other.
 
-Of a token its key is kept, and with digests a raw row as well, in rows [N, 16, …] of the cache's blocks that windows need; digests
-are rows [N, room, …] of blocks, that of the last token which one is made of being its place. They are made of raw rows of the
-cache alone, each by its own: so a step that comes again, or other tokens in place of guesses, give the same, whatever else is in
-the step.
+Of a token its key is kept, and with digests a raw row as well, in rows [N, 16, …] of the cache's blocks that windows need;
+digests are rows [N, room, …] of blocks, that of the last token which one is made of being its place. They are made of raw rows
+of the cache alone, each by its own: so a step that comes again, or other tokens in place of guesses, give the same, whatever else
+is in the step.
 """
 
 from __future__ import annotations

@@ -257,7 +257,7 @@ def route(
 def route_by_table(
     logits: torch.Tensor, ids: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `reference.route_by_table`; logits are fp32, and ids those of tokens that the table has rows of."""
+    """See `digest_rules.route_by_table`; logits are fp32, and ids those of tokens that the table has rows of."""
     assert scoring.table is not None
     assert scoring.kind > 0, "no model has this of a softmax"
     tokens, num_experts = logits.shape

@@ -1,4 +1,4 @@
-"""Digests of tokens (DeepSeek-V4) in plain torch: see `reference.py`.
+"""Digests of tokens and experts by a table (DeepSeek-V4) in plain torch: see `reference.py`.
 
 Legend: T tokens, H index heads.
 """
@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import torch
 
-from nanovllm_cli.kernels.reference import rope, wide
+from nanovllm_cli.kernels.mixture import Scoring
+from nanovllm_cli.kernels.reference import rope, scores_of, wide
 
 
 def turned_last(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
@@ -25,8 +26,8 @@ def digests(
     turned by cos and sin [T // rate, half]. parts 1: over `rate` tokens, parts 2: over twice as many, of which the first half
     counts by their first dim numbers and the second by the others; the first digest lacks the first half."""
     count, dim = len(summed) // rate, len(gains)
-    values = wide(summed)[: count * rate].unflatten(0, (count, rate))
-    logits = wide(weighing)[: count * rate].unflatten(0, (count, rate)) + bias
+    values = wide(summed)[: count * rate].reshape(count, rate, summed.shape[1])
+    logits = wide(weighing)[: count * rate].reshape(count, rate, summed.shape[1]) + bias
     if summed.shape[1] == 2 * dim:
         before = torch.cat([torch.full_like(logits[:1], float("-inf")), logits[:-1]])[..., :dim]
         values = torch.cat([torch.cat([torch.zeros_like(values[:1]), values[:-1]])[..., :dim], values[..., dim:]], 1)
@@ -43,3 +44,14 @@ def scores(q: torch.Tensor, weights: torch.Tensor, made: torch.Tensor, rate: int
     ends = (torch.arange(len(made)) + 1) * rate
     ranked = torch.einsum("thb,th->tb", found, wide(weights))
     return ranked.masked_fill(ends[None] > torch.arange(1, len(q) + 1)[:, None], float("-inf"))
+
+
+def route_by_table(
+    logits: torch.Tensor, ids: torch.Tensor, norm_topk: bool, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Experts [T, k] of each token's row of scoring.table, ids [T] being the rows, and their weights as `reference.route` has
+    them."""
+    assert scoring.table is not None
+    chosen = scoring.table[ids]
+    taken = scores_of(logits, scoring).gather(-1, chosen)
+    return chosen, (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale

@@ -40,6 +40,29 @@ class DigestMaker(NamedTuple):
     offset: float
 
 
+class SharedInputs(NamedTuple):
+    """What a layer with one shared key makes of a step's tokens, which may be changed in place: q [T, H * D] and key [T, D], yet
+    to be normed and turned; raw [T, width]: for digests; index_q [T, heads * dim], yet to be turned, and index_weights [T, heads]
+    fp32: for what chooses them. See `SharedSpec`."""
+
+    q: torch.Tensor
+    key: torch.Tensor
+    raw: torch.Tensor | None
+    index_q: torch.Tensor | None
+    index_weights: torch.Tensor | None
+
+
+class SharedWeights(NamedTuple):
+    """Of such a layer, beside its projections: gains [D], eps and offset of the norm of keys, whose eps is also that of heads'
+    queries; what digests are made by, and those that choose."""
+
+    gains: torch.Tensor
+    eps: float
+    offset: float
+    digests: DigestMaker | None
+    chosen_by: DigestMaker | None
+
+
 def digest_room(rate: int) -> int:
     """Digests that have their place in a block."""
     return -(-BLOCK // rate)
@@ -116,8 +139,8 @@ def gather_seen(
     some: slice, keys: torch.Tensor, digests: torch.Tensor | None, chosen: torch.Tensor | None, rate: int, window: int,
     where: Where, num_digests: int,
 ) -> tuple[torch.Tensor, torch.Tensor]:  # fmt: skip
-    """Of these tokens, ROWS at the most, what each sees, of num_digests digests at the most, as a cache of one head, and tiles [n,
-    5] of sequences that are made of it alone."""
+    """Of these tokens, ROWS at the most, what each sees, of num_digests digests at the most, as a cache of one head, and tiles
+    [n, 5] of sequences that are made of it alone."""
     dtype, dim, count = keys.dtype, keys.shape[2], some.stop - some.start
     blocks = -(-(num_digests + min(window, where.near_tables.shape[1] * BLOCK)) // BLOCK)
     (shape, _) = cpu.cache_shapes(count * blocks, 1, dim, dtype)

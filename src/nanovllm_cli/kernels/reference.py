@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm_cli.kernels.mixing_rules import mixing
 from nanovllm_cli.kernels.mixture import Groups, Scoring, shares_among_near
 
 _GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -105,7 +106,8 @@ def read_streams(
     """The sum [T, width] of streams [S, T, width], each times a weight, and the weights [T, S] by which all are written, or
     none (hyper-connections, Zhu et al. 2024, as in Hy4): sigmoids of what matrix [S or 2 S, S * width] makes of all streams
     of a token, which are divided by their root mean square. base [S or 2 S]; scale: of those that read, and of those that
-    write. With rounds there are S * S more of each, weights [T, S + S * S], whose last ones are `mixing` of what is made."""
+    write. With rounds there are S * S more of each, weights [T, S + S * S], whose last ones are `mixing`
+    of what is made."""
     count = len(streams)
     flat = wide(streams).transpose(0, 1).flatten(1)
     normed = flat * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + eps)
@@ -114,25 +116,15 @@ def read_streams(
     sigmoids = torch.sigmoid(logits[:, : 2 * count])
     read = torch.einsum("ts,stw->tw", sigmoids[:, :count] + least, wide(streams)).to(streams.dtype)
     written = most * sigmoids[:, count:] + (0.0 if rounds else least)
-    mixed = mixing(logits[:, 2 * count :].unflatten(1, (count, count)), rounds, least).flatten(1) if written.numel() else written
+    mixed = mixing(logits[:, 2 * count :].reshape(-1, count, count), rounds, least).flatten(1) if written.numel() else written
     return read, torch.cat([written, mixed], 1) if rounds else written
-
-
-def mixing(logits: torch.Tensor, rounds: int, least: float) -> torch.Tensor:
-    """[T, S, S] with rows and columns whose sums are near 1, of logits: a softmax of each row + least; then columns and rows in
-    turn are divided by their sums + least, columns `rounds` times and at the end (Sinkhorn and Knopp 1967, as in mHC, Xie et al.
-    2026)."""
-    matrix = logits.softmax(-1) + least
-    for turn in range(2 * rounds - 1):
-        matrix = matrix / (matrix.sum(-2 if turn % 2 == 0 else -1, keepdim=True) + least)
-    return matrix
 
 
 def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
     """streams [S, T, width] + found [T, width] times weights [T, S]; with weights [T, S + S * S] the k-th is found times the k-th
     weight plus, over all j, stream j times the weight S + j * S + k."""
     if (count := len(streams)) != weights.shape[1]:
-        mixed = torch.einsum("tjk,jtw->ktw", wide(weights[:, count:]).unflatten(1, (count, count)), wide(streams))
+        mixed = torch.einsum("tjk,jtw->ktw", wide(weights[:, count:]).reshape(-1, count, count), wide(streams))
         return (mixed + wide(weights[:, :count]).T[:, :, None] * wide(found)).to(streams.dtype)
     return (wide(streams) + wide(weights).T[:, :, None] * wide(found)).to(streams.dtype)
 
@@ -268,16 +260,6 @@ def scores_of(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
     if scoring.root_softplus:
         return F.softplus(logits).sqrt()
     return logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
-
-
-def route_by_table(
-    logits: torch.Tensor, ids: torch.Tensor, norm_topk: bool, scoring: Scoring
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Experts [T, k] of each token's row of scoring.table, ids [T] being the rows, and their weights as `route` has them."""
-    assert scoring.table is not None
-    chosen = scoring.table[ids]
-    taken = scores_of(logits, scoring).gather(-1, chosen)
-    return chosen, (taken / taken.sum(dim=-1, keepdim=True) if norm_topk else taken) * scoring.scale
 
 
 def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:

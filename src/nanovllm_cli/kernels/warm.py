@@ -365,8 +365,8 @@ def _digests(dtype: torch.dtype) -> None:
     digests.make_digests(raw, made, digests.DigestMaker(0, 8, 1, torch.zeros(16, 8), x[0], 1e-6, 0.0), angles, 16, where)
     chosen = digests.choose(x, torch.zeros(1, 1), made, 16, 1, where)
     digests.gather_seen(slice(0, 1), keys, made, chosen, 16, 16, where, 1)
-    streams, sizes = connections.spread(x, 2), [torch.zeros(size) for size in ((8, 16), (8,), (3,))]
-    connections.write_streams(streams, *connections.read_streams(streams, *sizes, 1e-6, 1e-6, 2.0, 2))
+    streams, (matrix, base, scale) = connections.spread(x, 2), (torch.zeros(size) for size in ((8, 16), (8,), (3,)))
+    connections.write_streams(streams, *connections.read_streams(streams, matrix, base, scale, 1e-6, 1e-6, 2.0, 2))
     scoring = Scoring(root_softplus=True, table=torch.zeros(1, 1, dtype=torch.int64))
     route_by_table(torch.zeros(1, 2), slots, 1, True, scoring)
 

@@ -8,7 +8,7 @@ read a weighted sum, and to each of which what they make is added times a weight
 Streams lie one behind the other, [S, T, hidden]. All begin as the embedding; behind the last layer they are read once more. What
 decides is fp32. With rounds (`ConnectionsSpec`) streams are mixed where they are written,
 
-    write   x_k = most * sigmoid(g_S+k) y + sum over j of M_jk x_j      M: `reference.mixing` of g_2S and all behind it
+    write   x_k = most * sigmoid(g_S+k) y + sum over j of M_jk x_j      M: `mixing_rules.mixing` of g_2S and all behind it
 """
 
 from __future__ import annotations

@@ -7,10 +7,10 @@ from collections.abc import Callable
 
 import torch
 
-from nanovllm_cli.attention.backend import SharedInputs, SharedWeights, StepInputs
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.digest_spec import DigestSpec
-from nanovllm_cli.kernels.digests import DigestMaker
+from nanovllm_cli.kernels.digests import DigestMaker, SharedInputs, SharedWeights
 from nanovllm_cli.kernels.ops import Hidden
 from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
@@ -55,8 +55,8 @@ class Digests:
 
 
 class SharedKeyAttention(Projected):
-    """out(of groups(attend(q, k))). What groups of heads go through are matrices in the compute type, whatever they are stored in.
-    Where several processes compute the model, each has the whole layer."""
+    """out(of groups(attend(q, k))). What groups of heads go through are matrices in the compute type, whatever they are stored
+    in. Where several processes compute the model, each has the whole layer."""
 
     def __init__(self, spec: AttentionSpec, norm: NormSpec, hidden_size: int, kit: Kit) -> None:
         shared, self.spec = spec.shared, spec

@@ -1,5 +1,6 @@
-"""DeepSeek-V4: attention with one key for all heads over a window, and in most layers over digests of what lies further back, all of
-them or those that an indexer chooses; residual streams that are mixed; experts that the first layers choose by a table of tokens."""
+"""DeepSeek-V4: attention with one key for all heads over a window, and in most layers over digests of what lies further back, all
+of them or those that an indexer chooses; residual streams that are mixed; experts that the first layers choose by a table of
+tokens."""
 
 from __future__ import annotations
 
