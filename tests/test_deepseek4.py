@@ -3,8 +3,8 @@ what steps it is computed in changes no bit; folders as they are published and s
 
 from __future__ import annotations
 
+import copy
 import json
-import math
 from pathlib import Path
 from typing import Any
 
@@ -18,24 +18,39 @@ from engines import (
     check_that_no_bit_changes,
     engine_for,
     greedy,
+    num_parameters,
     poison_what_is_out_of_reach,
     random_model,
     run,
     save,
     worker_for,
 )
+from nanovllm_cli.attention.cpu import CpuAttention
+from nanovllm_cli.attention.kv_cache import block_bytes, near_bytes
+from nanovllm_cli.attention.reach import near_reach
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
+from nanovllm_cli.layers.shared_key import SharedKeyAttention
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
-from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.planning.facts import facts_of
+from nanovllm_cli.planning.plan import make_plan
 from nanovllm_cli.quant.format import Blocks, Fp8
+from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
+from quantizing import quantize
+from test_adapters import trained
+from test_convert_families import fields, make_gguf, tensors
+from test_llm import write_byte_tokenizer
 from test_models import prompts
 from test_quant_engine import difference, expected_logits, logits_of
+from test_tensor_parallel import gives_the_same, quick, server  # noqa: F401  # two are fixtures
 
 WINDOW, CHOSEN, ALL = "sliding_attention", "compressed_sparse_attention", "heavily_compressed_attention"
 TABLE, SCORE = "hash_moe", "moe"
@@ -159,10 +174,6 @@ def test_what_is_kept_of_a_token() -> None:
     within reach of the window keys, and what digests are made of."""
     layers = {"num_hidden_layers": 3, "compress_ratios": [0, 4, 128, 0]}
     spec = spec_from_hf(FLASH | layers, hf_family(FLASH))
-    from nanovllm_cli.attention.cpu import CpuAttention
-    from nanovllm_cli.attention.kv_cache import block_bytes, near_bytes
-    from nanovllm_cli.attention.reach import near_reach
-
     layout = CpuAttention({64}, torch.bfloat16, (torch.bfloat16, torch.bfloat16))
     far = 4 * (512 + 128) + 512
     near = 16 * (3 * 512 + 2 * 2 * (512 + 128) + 2 * 512)
@@ -333,3 +344,209 @@ def test_tensors_by_each_of_their_names(names: str, tmp_path: Path) -> None:
         assert names != "published" or {"layers.1.attn.kv_norm.weight", "hc_head_fn", "head.weight"} <= state.keys()
     tokens = prompts(SHAPE["vocab_size"])[:5]
     assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize("way", ["as whole numbers of 32 bits", "some twice", "of numbers", "of experts that are not there"])
+def test_a_table_of_experts(way: str, tmp_path: Path) -> None:
+    """Which are added up as often as a token's row has them."""
+    model = calm_model(config_of("WC", "tt"))
+    folder = save(model, tmp_path)
+    stored = load_file(folder / "model.safetensors")
+    table = stored[name := "model.layers.1.ffn.gate.tid2eid"]
+    assert table.dtype == torch.int64
+    if way == "some twice":
+        table[::3, 1] = table[::3, 0]
+    if way == "of experts that are not there":
+        table[7, 1] = 5
+    stored[name] = table.int() if "32" in way else table.float() if way == "of numbers" else table
+    save_file(stored, folder / "model.safetensors", metadata={"format": "pt"})
+    if way in ("of numbers", "of experts that are not there"):
+        with pytest.raises(CheckpointError, match="expected I32 or I64" if "numbers" in way else "a table of 5 experts names"):
+            worker_for(folder)
+        return
+    model.model.layers[1].mlp.gate.tid2eid.copy_(table)
+    tokens = prompts(SHAPE["vocab_size"])[:5]
+    assert difference(logits_of(worker_for(folder, dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-5
+
+
+BAD: list[tuple[dict[str, Any], type[NanovllmError], str]] = [
+    ({"compress_ratios": [0, 4]}, CheckpointError, "'compress_ratios' must be a list of 3 whole numbers"),
+    ({"compress_ratios": [0, 4, 2]}, UnsupportedError, "a layer with one row for 2 tokens"),
+    ({"compress_ratios": None, "layer_types": ["full_attention"] * 3}, UnsupportedError, "layer type 'full_attention'"),
+    ({"compress_ratios": None, "layer_types": [WINDOW] * 2}, CheckpointError, "'layer_types' must be a list of 3 kinds"),
+    ({"mlp_layer_types": ["dense"] * 3}, UnsupportedError, "layer type 'dense' is not supported"),
+    ({"attention_bias": True}, UnsupportedError, "'attention_bias' of a DeepSeek-V4"),
+    ({"mlp_bias": True}, UnsupportedError, "'mlp_bias' of a DeepSeek-V4"),
+    ({"num_key_value_heads": 2}, UnsupportedError, "2 keys for the heads of a layer"),
+    ({"n_shared_experts": 2}, UnsupportedError, "2 experts for all tokens"),
+    ({"scoring_func": "sigmoid"}, UnsupportedError, "weighed by 'sigmoid'"),
+    ({"hc_mult": 1}, UnsupportedError, "1 residual streams"),
+    ({"hc_mult": 17}, UnsupportedError, "17 residual streams"),
+    ({"hc_sinkhorn_iters": 0}, CheckpointError, "'hc_sinkhorn_iters' must be a whole number of at least 1"),
+    ({"hc_sinkhorn_iters": 5000}, CheckpointError, "5000 rounds that make a matrix even; at most 1000"),
+    ({"o_groups": 5}, CheckpointError, "6 heads don't make 5 groups"),
+    ({"q_lora_rank": 25}, UnsupportedError, "a rank of 25 is not an even number"),
+    ({"o_lora_rank": 1 << 20}, CheckpointError, "1048576 numbers of a group of heads"),
+    ({"sliding_window": 0}, CheckpointError, "'sliding_window' must be a whole number of at least 1"),
+    ({"sliding_window": 1 << 21}, CheckpointError, "2097152 tokens in a window"),
+    ({"index_head_dim": 12}, CheckpointError, "heads of 12 numbers, of which 16 turn"),
+    ({"index_head_dim": 21}, UnsupportedError, "heads of 21 numbers, which are not even"),
+    ({"index_topk": 1 << 21}, CheckpointError, "2097152 digests that a token sees"),
+    ({"compress_rate_hca": 1 << 20}, CheckpointError, "1048576 tokens of a digest"),
+    ({"compress_rates": {CHOSEN: 0}}, CheckpointError, f"'{CHOSEN}' must be a whole number of at least 1"),
+    ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, UnsupportedError, "angles depend on a text's length"),
+    ({"rope_scaling": "far"}, CheckpointError, "'rope_parameters' must be an object"),
+    ({"qk_rope_head_dim": 64}, CheckpointError, "64 rotary dims do not fit heads of 32"),
+    ({"swiglu_limit": 0}, CheckpointError, "'swiglu_limit' must be a number of at least"),
+    ({"hidden_act": "gelu"}, UnsupportedError, "activation 'gelu' that is held"),
+]
+
+
+@pytest.mark.parametrize(("changes", "kind", "said"), BAD, ids=str)
+def test_configs_that_can_not_be_followed(changes: dict[str, Any], kind: type[NanovllmError], said: str) -> None:
+    config = published_config(**changes)
+    with pytest.raises(kind, match=said) as caught:
+        spec_from_hf(config, hf_family(config))
+    assert caught.value.hint
+
+
+@pytest.fixture(scope="module")
+def even(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    """Of sizes that formats divide, with a row for each token of the bundled tokenizer."""
+    shape = PUBLISHED_SHAPE | {"vocab_size": 4096, "hc_mult": 4, "num_attention_heads": 4, "max_position_embeddings": 2048}
+    model = calm_model(config_of("WCA", rates=(4, 128), rope_parameters=YARN, **shape))
+    folder = save(model, tmp_path_factory.mktemp("even"))
+    write_byte_tokenizer(folder)
+    return model, folder
+
+
+@pytest.mark.parametrize("first", ["W", "A"])
+def test_a_folder_becomes_a_file_and_is_the_same(first: str, even: tuple[Any, Path], tmp_path: Path) -> None:
+    """With names and keys of llama.cpp, which computes the same of such a file (0.3.36 of its Python package: the largest
+    difference of log-probabilities was 2e-5 in 200 tokens)."""
+    model, folder = even
+    if first == "A":  # as V4-Pro, none of whose layers turns by the usual base
+        values = {**model.config.to_dict(), "layer_types": [ALL, CHOSEN, ALL], "mlp_layer_types": [TABLE, TABLE, SCORE]}
+        model = calm_model(DeepseekV4Config(**values))
+        folder = save(model, tmp_path / "folder")
+    notes = make_gguf(folder, tmp_path / "m.gguf")
+    assert notes == []
+    keys, found = fields(tmp_path / "m.gguf"), tensors(tmp_path / "m.gguf")
+    own = {key.removeprefix("deepseek4."): value for key, value in keys.items()}
+    assert keys["general.architecture"] == "deepseek4"
+    assert own["attention.compress_ratios"] == [0 if first == "W" else 128, 4, 128]
+    assert (own["hash_layer_count"], own["expert_gating_func"]) == (1 if first == "W" else 2, 4)
+    assert (own["rope.freq_base"], own["attention.compress_rope_freq_base"]) == (1e4, 160000.0)
+    assert (own["rope.scaling.type"], own["rope.scaling.factor"]) == ("yarn", 4.0)
+    assert found["blk.0.ffn_gate_tid2eid.weight"].dtype == "int32"
+    names = ("blk.1.attn_compressor_ape", "blk.1.indexer_compressor_gate", "blk.1.indexer.proj", "blk.2.attn_output_a",
+             "blk.2.attn_kv", "blk.2.attn_kv_a_norm", "blk.2.attn_sinks", "output_hc_fn", "blk.0.hc_ffn_base")  # fmt: skip
+    assert {f"{name}.weight" for name in names} <= found.keys()
+    tokens = [*prompts(4000)[:5], [i * i % 4000 for i in range(150)]]
+    assert difference(logits_of(worker_for(tmp_path / "m.gguf", dtype="float32"), tokens), expected_logits(model, tokens)) < 1e-5
+
+
+@pytest.mark.parametrize(
+    ("kinds", "routes", "rates", "others", "said"),
+    [
+        ("WC", "ts", (3, 128), {}, "digests of other numbers of tokens"),
+        ("WA", "ts", (4, 16), {}, "digests of other numbers of tokens"),
+        ("WA", "ts", (4, 4), {}, "digests of other numbers of tokens"),
+        ("WA", "st", (4, 128), {}, "experts by a table behind others"),
+        ("WA", "ts", (4, 128), {"rope_parameters": {"rope_type": "linear", "factor": 2.0}}, "other angles than plain"),
+    ],
+)
+def test_what_a_file_can_not_say_is_refused(
+    kinds: str, routes: str, rates: tuple[int, int], others: dict[str, Any], said: str, tmp_path: Path
+) -> None:
+    shape = PUBLISHED_SHAPE | {"vocab_size": 4096} | others
+    folder = save(random_model(config_of(kinds, routes, rates, **shape)), tmp_path / "folder")
+    with pytest.raises(UnsupportedError, match=f"GGUF cannot say this of a DeepSeek-V4: {said}"):
+        make_gguf(folder, tmp_path / "m.gguf")
+    assert not (tmp_path / "m.gguf").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "kind", "said"),
+    [
+        ({"attention.compress_ratios": [0, 4]}, CheckpointError, "'compress_ratios' must be a list of 3"),
+        ({"attention.compress_ratios": None}, CheckpointError, "lacks 'deepseek4.attention.compress_ratios'"),
+        ({"attention.compress_ratios": [0, 4, 7]}, UnsupportedError, "one row for 7 tokens"),
+        ({"expert_gating_func": 2}, UnsupportedError, "not weighed by a root of a softplus"),
+        ({"expert_shared_count": 0}, UnsupportedError, "without one for all tokens"),
+        ({"hyper_connection.count": 1}, UnsupportedError, "1 residual streams"),
+        ({"attention.output_group_count": 3}, CheckpointError, "4 heads don't make 3 groups"),
+    ],
+)
+def test_files_that_can_not_be_followed(
+    changes: dict[str, Any], kind: type[NanovllmError], said: str, even: tuple[Any, Path], tmp_path: Path
+) -> None:
+    make_gguf(even[1], tmp_path / "m.gguf")
+    with open_checkpoint(tmp_path / "m.gguf") as checkpoint:
+        checkpoint.config = {**checkpoint.config, **{f"deepseek4.{key}": value for key, value in changes.items()}}
+        with pytest.raises(kind, match=said):
+            read_spec(checkpoint, open_reader(checkpoint))
+
+
+def test_rounded_weights_and_a_folder_of_them(even: tuple[Any, Path], tmp_path: Path) -> None:
+    """What decides, and what is taken apart by groups of heads, stays as it is; a table of experts is copied."""
+    model, folder = even
+    tokens = prompts(4000)[:4]
+    worker = worker_for(folder, quant="int8", dtype="float32")
+    assert difference(logits_of(worker, tokens), expected_logits(model, tokens)) < 0.1
+    mixer = worker.model.blocks[1].mixer
+    assert isinstance(mixer, SharedKeyAttention)
+    assert mixer.digests is not None
+    own = model.model.layers[1].self_attn.compressor
+    kept = torch.cat([own.kv_proj.weight, own.gate_proj.weight, own.indexer.kv_proj.weight, own.indexer.gate_proj.weight])
+    assert torch.equal(mixer.digests.raw.weight.rows(torch.arange(len(kept)), None), kept)
+    quantize("int8", tmp_path / "q", folder)
+    stored = load_file(tmp_path / "q" / "model.safetensors")
+    assert torch.equal(stored["model.layers.0.mlp.gate.tid2eid"], model.model.layers[0].mlp.gate.tid2eid)
+    assert stored["model.layers.0.self_attn.q_b_proj.weight"].dtype == torch.int8
+    assert difference(logits_of(worker_for(tmp_path / "q", dtype="float32"), tokens), expected_logits(model, tokens)) < 0.1
+    with pytest.raises(UnsupportedError, match="is not calibrated yet: it has several streams"):
+        quantize("int4-weight-only:group=32", tmp_path / "g", folder, algorithm="gptq", num_samples=1)
+
+
+def test_what_it_is_said_to_be(even: tuple[Any, Path]) -> None:
+    model, folder = even
+    with open_checkpoint(folder) as checkpoint:
+        facts, plan = facts_of(checkpoint), make_plan(checkpoint, EngineConfig(device="cpu"), ["int8"], None)
+    tables = sum(layer.mlp.gate.tid2eid.numel() for layer in model.model.layers if layer.mlp.is_hash)
+    biases = sum(name.endswith("correction_bias") for name, _ in model.named_buffers()) * 5
+    assert facts.num_parameters == sum(each.numel() for each in model.parameters()) + tables + biases
+    assert num_parameters(facts.spec) == facts.num_parameters
+    assert {row.cache_type for row in plan.cache} == {"float32"}
+
+
+def test_an_adapter_is_that_of_peft(even: tuple[Any, Path], tmp_path: Path) -> None:
+    targets = ["q_a_proj", "q_b_proj", "self_attn.kv_proj", "o_b_proj", "shared_experts.up_proj"]
+    model = trained(even[0].config, tmp_path, base=copy.deepcopy(even[0]), target_modules=targets)
+    tokens = prompts(4000)[:5]
+    found = logits_of(worker_for(even[1], lora=(str(tmp_path),), dtype="float32"), tokens)
+    assert difference(found, expected_logits(model, tokens)) < 1e-4
+    assert difference(found, expected_logits(even[0], tokens)) > 0.01
+
+
+def test_several_processes_give_the_same_bits(quick: Any, tmp_path: Path) -> None:  # noqa: F811
+    """Each has all of a layer's attention, and some of its experts' columns."""
+    shape = {"hidden_size": 128, "moe_intermediate_size": 64, "q_lora_rank": 64, "o_lora_rank": 64}
+    folder = save(random_model(config_of("WCA", **shape), dtype=torch.bfloat16), tmp_path)
+    gives_the_same(folder, least_saved=1.0)
+
+
+def test_what_is_not_supported_says_so(even: tuple[Any, Path], tmp_path: Path) -> None:
+    folder = even[1]
+    for kept in ("int8", "fp8"):
+        with pytest.raises(UnsupportedError, match=f"a KV cache of {kept} of a deepseek4 model"):
+            worker_for(folder, kv_cache_dtype=kept)
+    make_gguf(folder, tmp_path / "m.gguf")
+    with open_checkpoint(tmp_path / "m.gguf") as checkpoint, pytest.raises(UnsupportedError, match="folders of deepseek4 models"):
+        convert.plan(checkpoint, "hf")
+    with open_checkpoint(folder) as checkpoint:
+        spec = read_spec(checkpoint, open_reader(checkpoint))
+    platform = object.__new__(CudaPlatform)  # it asks nothing of a GPU before it refuses
+    with pytest.raises(UnsupportedError, match="attention to digests of tokens") as caught:
+        platform.backend(spec, torch.bfloat16)
+    assert caught.value.hint == "add --device cpu"
