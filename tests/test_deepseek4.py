@@ -517,7 +517,7 @@ def test_what_it_is_said_to_be(even: tuple[Any, Path]) -> None:
     biases = sum(name.endswith("correction_bias") for name, _ in model.named_buffers()) * 5
     assert facts.num_parameters == sum(each.numel() for each in model.parameters()) + tables + biases
     assert num_parameters(facts.spec) == facts.num_parameters
-    assert {row.cache_type for row in plan.cache} == {"float32"}
+    assert {row.cache_type for row in plan.cache} == {"bfloat16"}
 
 
 def test_an_adapter_is_that_of_peft(even: tuple[Any, Path], tmp_path: Path) -> None:

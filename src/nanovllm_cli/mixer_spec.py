@@ -207,6 +207,21 @@ class AttentionSpec:
         return replace(self.rope, every=self.shared.digests.rate)
 
     @property
+    def rows_a_token(self) -> float:
+        """That a token further back has beside what a window sees: a share of a digest, where there are such."""
+        if self.shared is None:
+            return 1.0
+        return 0.0 if self.shared.digests is None else 1 / self.shared.digests.rate
+
+    def num_seen(self, keys: float) -> float:
+        """Rows that a token sees of so many tokens up to its own, which it sees all of but for a window."""
+        near = min(keys, self.window or keys)
+        if self.shared is None or self.shared.digests is None:
+            return near
+        most = keys if self.shared.digests.indexer is None else self.shared.digests.indexer.most
+        return near + min(keys * self.rows_a_token, most)
+
+    @property
     def queries_a_key(self) -> int:
         return self.num_heads // self.num_kv_heads
 
