@@ -296,6 +296,7 @@ BUILTIN_EXPECTED = {
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT: A</s>\nUSER: V\nASSISTANT:",
     "plain": "<s>S\nU\nA\nV",
     "rwkv": "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:",
+    "deepseek-v4": "<s>S<｜User｜>U<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜></think>",
     "paligemma": "<s>U\n",
     "got-ocr": "<|im_start|>system\nS<|im_end|><|im_start|>user\nU<|im_end|><|im_start|>assistant\nA<|im_end|>"
     "<|im_start|>user\nV<|im_end|><|im_start|>assistant\n",
@@ -309,6 +310,16 @@ def test_builtin_templates_write_their_formats(name: str) -> None:
     template = ChatTemplate(builtin_template(name), bos_token="<s>", eos_token="</s>")
     assert template.render(messages) == BUILTIN_EXPECTED[name]
     assert "U" in template.render([user("U")])
+
+
+def test_a_deepseek_v4_reasons_where_it_is_asked_to() -> None:
+    """What it has reasoned before is gone; messages that follow each other are one."""
+    template = ChatTemplate(builtin_template("deepseek-v4"), bos_token="<s>", eos_token="</s>")
+    messages = [user("T"), user("U"), {**assistant("A"), "reasoning_content": "R"}, user("V")]
+    expected = "<s><｜User｜>T\n\nU<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜><think>"
+    assert template.render(messages, thinking=True) == expected
+    with pytest.raises(TemplateError, match="takes system, user and assistant messages"):
+        template.render([{"role": "tool", "content": "1"}])
 
 
 def test_builtin_templates_are_found_by_name() -> None:

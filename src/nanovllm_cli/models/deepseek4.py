@@ -294,6 +294,7 @@ _GGUF_NAMES = {
 DEEPSEEK4 = Family(
     "deepseek4",
     interleaved=True,
+    template="deepseek-v4",
     experts=ExpertKeys(
         ("n_routed_experts",), "moe_intermediate_size", True, shared="n_shared_experts", scale="routed_scaling_factor",
         scoring="root softplus", selection_bias=True, norm_in_gguf=True,

@@ -82,6 +82,15 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% else %}{{ 'ASSISTANT: ' + (message.content | trim) + eos_token + '\n' }}{% endif %}{% endfor %}"
         r"{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     ),
+    "deepseek-v4": (  # whose publisher brings Python code in place of a template; it reasons where `thinking` is true
+        "{{ bos_token }}{% for message in messages %}{% if message.role == 'system' %}{{ message.content }}"
+        "{% elif message.role in ('user', 'developer') %}"
+        r"{{ '\n\n' if loop.previtem and loop.previtem.role in ('user', 'developer') else '<｜User｜>' }}{{ message.content }}"
+        "{% elif message.role == 'assistant' %}{{ '<｜Assistant｜></think>' + message.content + eos_token }}"
+        "{% else %}{{ raise_exception('this chat format takes system, user and assistant messages') }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' + ('<think>' if thinking is defined and thinking else '</think>') }}"
+        "{% endif %}"
+    ),
     "paligemma": (
         "{% if messages | length != 1 %}{{ raise_exception('this model answers one message, and no conversation') }}{% endif %}"
         "{% set content = messages[0].content %}{% if content is string %}{{ bos_token + content }}{% else %}"
