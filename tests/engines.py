@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
+from nanovllm_cli.attention.reach import num_near, reaches
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.checked_images import Seeing
 from nanovllm_cli.engine.engine import Engine
@@ -51,6 +52,9 @@ def random_model(config: Any, seed: int = 0, dtype: torch.dtype = torch.float32,
     for name, buffer in model.named_buffers():
         if name.endswith(("correction_bias", "expert_bias", "balancing_biases")):
             buffer.copy_(torch.randn(buffer.shape, generator=generator) * 0.3)
+        elif name.endswith("tid2eid"):
+            rows = torch.rand(len(buffer), config.n_routed_experts, generator=generator)
+            buffer.copy_(rows.argsort(1)[:, : buffer.shape[1]])
         elif name.endswith("layer_scalar"):
             buffer.copy_(0.5 + torch.rand(buffer.shape, generator=generator))
     turns = {module: module.freqs_ci for module in model.modules() if hasattr(module, "freqs_ci")}
@@ -99,8 +103,9 @@ def poison_what_is_out_of_reach(patch: pytest.MonkeyPatch) -> list[int]:
         *others, num_parts = args if len(args) == 5 else (*args, 0)
         make(cache, *others, num_parts + bool(num_parts))
         if num_parts:
-            for side in (side for layer, is_near in zip(cache.layers, cache.is_near, strict=True) if is_near for side in layer):
-                side[num_parts].view(torch.uint8).fill_(0xFF)
+            for layer, mixer, reach in zip(cache.layers, args[1], reaches(args[1]), strict=True):
+                for side in layer[: num_near(mixer, reach, len(layer))]:
+                    side[num_parts].view(torch.uint8).fill_(0xFF)
 
     def hold_and_poison(parts: NearParts, sequence: Sequence, end: int) -> None:
         hold(parts, sequence, end)

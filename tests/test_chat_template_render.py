@@ -11,6 +11,7 @@ import pytest
 from nanovllm_cli.errors import TemplateError, UsageError
 from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES, builtin_template
 from nanovllm_cli.text.chat_template import ChatTemplate
+from nanovllm_cli.text.tool_formats import tool_format
 
 TEMPLATES = Path(__file__).resolve().parents[2] / "shared" / "data" / "templates"
 NAMES = sorted(path.name for path in TEMPLATES.glob("*.jinja"))
@@ -296,6 +297,7 @@ BUILTIN_EXPECTED = {
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT: A</s>\nUSER: V\nASSISTANT:",
     "plain": "<s>S\nU\nA\nV",
     "rwkv": "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:",
+    "deepseek-v4": "<s>S<｜User｜>U<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜></think>",
     "paligemma": "<s>U\n",
     "got-ocr": "<|im_start|>system\nS<|im_end|><|im_start|>user\nU<|im_end|><|im_start|>assistant\nA<|im_end|>"
     "<|im_start|>user\nV<|im_end|><|im_start|>assistant\n",
@@ -309,6 +311,37 @@ def test_builtin_templates_write_their_formats(name: str) -> None:
     template = ChatTemplate(builtin_template(name), bos_token="<s>", eos_token="</s>")
     assert template.render(messages) == BUILTIN_EXPECTED[name]
     assert "U" in template.render([user("U")])
+
+
+def test_a_deepseek_v4_reasons_where_it_is_asked_to() -> None:
+    """What it has reasoned before is gone; messages that follow each other are one."""
+    template = ChatTemplate(builtin_template("deepseek-v4"), bos_token="<s>", eos_token="</s>")
+    messages = [user("T"), user("U"), {**assistant("A"), "reasoning_content": "R"}, user("V")]
+    expected = "<s><｜User｜>T\n\nU<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜><think>"
+    assert template.render(messages, thinking=True) == expected
+    with pytest.raises(TemplateError, match="has no such role"):
+        template.render([{"role": "judge", "content": "1"}])
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_calls_and_results_of_a_deepseek_v4(thinks: bool) -> None:
+    """Worked by hand from the encoding that its publisher describes: what was reasoned stays where there are calls."""
+    template = ChatTemplate(builtin_template("deepseek-v4"), bos_token="<s>", eos_token="</s>")
+    calls = [{"function": {"name": "add", "arguments": {"text": "x\"y", "numbers": [1, None]}}},
+             {"function": {"name": "now", "arguments": "soon"}}]  # fmt: skip
+    messages = [user("U"), {**assistant(None), "reasoning_content": "R", "tool_calls": calls},
+                {"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}, user("V")]  # fmt: skip
+    expected = (
+        "<s><｜User｜>U<｜Assistant｜>" + ("<think>R" if thinks else "") + "</think>\n\n<｜DSML｜tool_calls>\n"
+        '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="text" string="true">x"y</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="numbers" string="false">[1, null]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n<｜DSML｜parameter name="arguments" string="true">soon</｜DSML｜parameter>\n'
+        "</｜DSML｜invoke>\n"
+        "</｜DSML｜tool_calls></s><｜User｜><tool_result>1</tool_result>\n\n<tool_result>2</tool_result>\n\nV<｜Assistant｜>"
+        + ("<think>" if thinks else "</think>")
+    )
+    assert template.render(messages, thinking=thinks) == expected
+    assert tool_format(template.source).name == "deepseek_v4"
 
 
 def test_builtin_templates_are_found_by_name() -> None:

@@ -60,6 +60,15 @@ def test_tools_that_a_template_leaves_out_are_told() -> None:
     assert template_tools(TOOL_LIST, CHATML) is None
 
 
+def test_a_deepseek_v4_is_told_tools_in_its_own_form() -> None:
+    template = ChatTemplate(BUILTIN_TEMPLATES["deepseek-v4"])
+    [system, _] = template_messages(ASKED, template, tools=TOOL_LIST)
+    form = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="FUNCTION">\n<｜DSML｜parameter name="PARAMETER" string="true">VALUE<'
+    assert form in system["content"]
+    called = [*ASKED, calling(("weather", {"city": "Köln"})), result(0, "rain")]
+    assert [message["role"] for message in template_messages(called, template)] == ["user", "assistant", "tool"]  # it knows those
+
+
 def test_nothing_is_told_where_nothing_is_asked_or_the_template_knows() -> None:
     assert template_messages(ASKED, CHATML) == ASKED
     assert template_messages(ASKED, LISTS, tools=TOOL_LIST) == ASKED
@@ -117,7 +126,8 @@ def test_a_result_may_be_of_parts_or_of_no_call_at_all() -> None:
     assert '{"name": "", "content": "x"}' in alone[-1]["content"]
 
 
-@pytest.mark.parametrize("name", ["json", "glm4", "llama", "hermes", "granite", "lfm2", "internlm", "deepseek", "deepseek_r1"])
+@pytest.mark.parametrize("name", ["json", "glm4", "llama", "hermes", "granite", "lfm2", "internlm", "deepseek", "deepseek_r1",
+                                  "deepseek_v32", "deepseek_v4"])  # fmt: skip
 @pytest.mark.parametrize("arguments", [{"city": 'K"ö\\ln\n', "exact": True, "factor": None, "tags": ["'", 1.5]}, {}])
 def test_a_call_that_is_told_is_one_that_is_read(name: str, arguments: dict[str, Any]) -> None:
     known = tool_format_named(name)

@@ -5,9 +5,10 @@ Frozen values without tensors, which `model_spec.py` makes a model of.
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Literal
 
+from nanovllm_cli.digest_spec import SharedSpec
 from nanovllm_cli.index_spec import BlockIndexerSpec, IndexerSpec
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.rope_spec import RopeSpec, TemperatureSpec
@@ -87,7 +88,8 @@ class AttentionSpec:
     of the checkpoint's numbers times this, and keys have none; gate_factor: so are what gates are multiplied with. query_gains:
     of a "turned head" without gains, one for each head's queries (Talkie). values: what makes them, where it is a mixture whose
     experts are of one matrix (K2 Horizon). key_bias: whether keys have one, where qkv_bias (Whisper's do not). blocks: what
-    chooses those that a query sees, None: it sees all up to its own token.
+    chooses those that a query sees, None: it sees all up to its own token. shared: the one key is a head's value, too, and what
+    is beyond the window is seen by digests; window is given then, and sinks are there.
     """
 
     num_heads: int
@@ -127,6 +129,7 @@ class AttentionSpec:
     values: MoESpec | None = None
     key_bias: bool = True
     blocks: BlockIndexerSpec | None = None
+    shared: SharedSpec | None = None
 
     @property
     def past(self) -> ConvSpec:
@@ -185,7 +188,38 @@ class AttentionSpec:
         """Multiply-adds with which a token ranks one up to it."""
         if self.blocks is not None:
             return -(-self.blocks.heads * self.blocks.dim // self.blocks.ratio)
+        if self.shared is not None and self.shared.digests is not None and (indexer := self.shared.digests.indexer) is not None:
+            return -(-indexer.heads * indexer.dim // self.shared.digests.rate)
         return 0 if self.indexer is None or not self.indexer.chooses else self.indexer.heads * self.indexer.dim
+
+    @property
+    def ropes(self) -> tuple[RopeSpec, ...]:
+        """All that something of it turns by: heads, and digests."""
+        if self.rope is None:
+            return ()
+        return (self.rope,) if self.digest_rope is None else (self.rope, self.digest_rope)
+
+    @property
+    def digest_rope(self) -> RopeSpec | None:
+        """By the first of the tokens that a digest stands for."""
+        if self.shared is None or self.shared.digests is None or self.rope is None:
+            return None
+        return replace(self.rope, every=self.shared.digests.rate)
+
+    @property
+    def rows_a_token(self) -> float:
+        """That a token further back has beside what a window sees: a share of a digest, where there are such."""
+        if self.shared is None:
+            return 1.0
+        return 0.0 if self.shared.digests is None else 1 / self.shared.digests.rate
+
+    def num_seen(self, keys: float) -> float:
+        """Rows that a token sees of so many tokens up to its own, which it sees all of but for a window."""
+        near = min(keys, self.window or keys)
+        if self.shared is None or self.shared.digests is None:
+            return near
+        most = keys if self.shared.digests.indexer is None else self.shared.digests.indexer.most
+        return near + min(keys * self.rows_a_token, most)
 
     @property
     def queries_a_key(self) -> int:
@@ -203,6 +237,11 @@ class AttentionSpec:
                 of_heads += latent.query_rank * indexer.heads * indexer.dim + hidden_size * (indexer.dim + indexer.heads)
             return of_queries + of_heads + hidden_size * (latent.rank + latent.rotary_dim + self.num_heads * latent.value_dim)
         queries, found = self.num_heads * self.head_dim, self.num_heads * self.found_dim
+        if (shared := self.shared) is not None:
+            outs = shared.out_rank * queries + shared.groups * shared.out_rank * hidden_size
+            own = hidden_size * (shared.query_rank + self.head_dim) + shared.query_rank * queries + outs + self.num_heads
+            digests = shared.digests
+            return own + (0 if digests is None else digests.num_weights(hidden_size, shared.query_rank, self.head_dim))
         kept = self.head_dim if self.keys_are_values or self.values is not None else self.head_dim + self.found_dim
         keys = 0 if self.reads is not None else self.num_kv_heads * kept
         biases = (queries + keys) * self.qkv_bias + hidden_size * self.out_bias

@@ -69,6 +69,7 @@ class MoESpec:
     nearness (Phi-3.5-MoE): weights are what `mixture.shares_among_near` makes of logits, and nothing else counts.
     routed_early (SmallThinker): logits are made of the residual stream as the layer finds it, before the norm of its mixer.
     scales_input (Llama 4): a token's one expert reads it times the sigmoid of its logit, and weighs 1.
+    table_rows (DeepSeek-V4): a token's experts are those of its row in a table of so many, and the router weighs them alone.
     latent_size (Nemotron 3 Super): experts read and give so many numbers of a token, which one matrix makes of what the router
     reads, and another makes as many as before of their sum. None: they read what the router does.
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
@@ -80,7 +81,7 @@ class MoESpec:
     expert: MLPSpec
     norm_topk: bool
     router_bias: bool = False
-    scoring: Literal["softmax", "sigmoid"] = "softmax"
+    scoring: Literal["softmax", "sigmoid", "root softplus"] = "softmax"
     selection_bias: bool = False
     scale: float = 1.0
     expert_scale: bool = False
@@ -95,6 +96,7 @@ class MoESpec:
     routed_early: bool = False
     apart: bool = False
     latent_size: int | None = None
+    table_rows: int = 0
     router: RouterSpec | None = None
 
     def num_weights(self, hidden_size: int) -> int:
@@ -118,4 +120,5 @@ class MoESpec:
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)
         beside = hidden_size * (self.shared_gate + 2 * (self.latent_size or 0))
         own = self.num_experts * (hidden_size + self.router_bias + self.selection_bias + self.expert_scale)
+        own += self.table_rows * self.experts_per_token
         return shared + beside + (own if self.router is None else self.router.num_weights(hidden_size, self.num_experts))

@@ -324,7 +324,7 @@ class ModelSpec:
 
     @property
     def ropes(self) -> set[RopeSpec]:
-        return {attention.rope for attention in self.attentions if attention.rope is not None}
+        return {rope for attention in self.attentions for rope in attention.ropes}
 
     @property
     def streams(self) -> AnyStreams | None:

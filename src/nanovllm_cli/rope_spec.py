@@ -21,7 +21,8 @@ class RopeSpec:
     always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
     interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
     or four positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some
-    left (M-RoPE); empty: all by one. backwards: by angles below 0 (NanoChat).
+    left (M-RoPE); empty: all by one. backwards: by angles below 0 (NanoChat). every: a token turns by the last position up to
+    its own that is a multiple of it, as what stands for so many tokens does (`DigestSpec`).
     """
 
     dim: int
@@ -43,6 +44,7 @@ class RopeSpec:
     sections: tuple[int, ...] = ()
     woven: bool = False
     backwards: bool = False
+    every: int = 1
 
     @property
     def axes(self) -> tuple[int, ...]:

@@ -30,20 +30,29 @@ class StreamsSpec:
 class ConnectionsSpec:
     """Hyper-connections (Zhu et al. 2024; see `layers/connections.py`): attention and MLP each read a weighted sum of all `count`
     streams, and what they make joins each stream times a weight of its own. A token's weights are made of its own streams. least:
-    what is added to their sigmoids; most: what the sigmoids are multiplied with by which a stream is written."""
+    what is added to their sigmoids; most: what the sigmoids are multiplied with by which a stream is written. rounds: streams are
+    mixed before they are written, by a matrix of the token whose rows and columns are made to have sums of 1 so many times
+    (manifold-constrained, Xie et al. 2026; see `mixing_rules.mixing`), and least is added to what reads alone; 0: they are
+    not."""
 
     count: int
     least: float
     most: float = 2.0
+    rounds: int = 0
 
     @property
     def num_shares(self) -> int:
         """Weights of a token and half of a layer."""
-        return 2 * self.count
+        return 2 * self.count + (self.count**2 if self.rounds else 0)
+
+    @property
+    def num_scales(self) -> int:
+        """Of these weights' kinds."""
+        return 3 if self.rounds else 2
 
     def num_weights(self, hidden_size: int) -> int:
         """Of a layer, both halves."""
-        return 2 * (self.num_shares * (self.count * hidden_size + 1) + 2)
+        return 2 * (self.num_shares * (self.count * hidden_size + 1) + self.num_scales)
 
     def num_outer(self, hidden_size: int) -> int:
         """Of what makes one of all behind the last layer."""

@@ -10,6 +10,7 @@ from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, LayerCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
+from nanovllm_cli.kernels.digests import SharedInputs, SharedWeights
 from nanovllm_cli.kernels.ngrams import NGramHashes, NGramTable, NGramWeights
 from nanovllm_cli.kernels.ops import HeadMatrices
 from nanovllm_cli.kernels.states import ByChannel
@@ -173,6 +174,20 @@ class AttentionBackend(CacheLayout, Protocol):
         what is kept and write it to the cache, attend over each token's sequence. See `reference.latent_attention`. index: of a
         layer that chooses, where this backend does; those that do not and have an indexer go by the last one that did, in this
         step."""
+
+    def attend_shared(
+        self,
+        spec: AttentionSpec,
+        inputs: SharedInputs,
+        weights: SharedWeights,
+        angles: Angles,
+        of_digests: Angles | None,
+        sinks: torch.Tensor,
+        cache: LayerCache,
+        step: Any,
+    ) -> torch.Tensor:
+        """-> [T, H * D], of spec.shared: keep each token's key, and what it has for digests, and attend over its window and
+        digests of tokens up to its own. of_digests: angles of the first token of what each token's digest stands for."""
 
     def convolve(
         self,

@@ -9,6 +9,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from nanovllm_cli.attention import by_digests
 from nanovllm_cli.attention.backend import (
     Angles,
     DeltaWeights,
@@ -25,9 +26,10 @@ from nanovllm_cli.batch import Batch
 from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError
 from nanovllm_cli.index_spec import IndexerSpec
-from nanovllm_cli.kernels import conv, cpu, delta, ngrams, scan, wkv
+from nanovllm_cli.kernels import conv, cpu, delta, digests, ngrams, scan, wkv
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.cpu_attention import MAX_TILE_ROWS
+from nanovllm_cli.kernels.digests import SharedInputs, SharedWeights
 from nanovllm_cli.kernels.indexer import ROWS, Chosen, Gathered, choose
 from nanovllm_cli.kernels.latent import CpuHeadMatrices, latent_rows
 from nanovllm_cli.kernels.ngrams import NGramHashes, NGramPast, NGramTable, NGramWeights
@@ -123,10 +125,13 @@ class CpuAttention:
     cross: CrossSpec | None = None
     _gathered: dict[tuple[int, int], Gathered] = field(default_factory=dict, init=False)
     _of_blocks: ByBlocks = field(default_factory=ByBlocks, init=False)
+    _of_digests: by_digests.ByDigests = field(default_factory=by_digests.ByDigests, init=False)
 
     def block_parts(self, mixer: AttentionSpec | ConvSpec) -> list[BlockPart]:
         if isinstance(mixer, ConvSpec):
             return [((cpu.BLOCK, mixer.channels), self.dtype)]
+        if mixer.shared is not None:
+            return by_digests.parts_of(mixer, self.dtype)
         shapes = cpu.cache_shapes(1, mixer.num_kv_heads, mixer.head_dim, self.dtype, self.cache_dtypes, mixer.found_dim)
         parts = [(shape[1:], dtype) for shape, dtype in zip(shapes, self.cache_dtypes, strict=True)]
         if (blocks := mixer.blocks) is not None:
@@ -276,6 +281,22 @@ class CpuAttention:
                 latent.rotary_dim, out=found[some],
             )  # fmt: skip
         return weights.values.products(found, latent.rotary_dim, dim)
+
+    def attend_shared(
+        self,
+        spec: AttentionSpec,
+        inputs: SharedInputs,
+        weights: SharedWeights,
+        angles: Angles,
+        of_digests: Angles | None,
+        sinks: torch.Tensor,
+        cache: LayerCache,
+        step: CpuStep,
+    ) -> torch.Tensor:
+        near = step if step.near is None else step.near
+        kernels = digests.Where(step.tiles[MAX_TILE_ROWS], step.block_tables, near.block_tables)
+        where = by_digests.Where(kernels, near.slots)
+        return self._of_digests.attend(spec, inputs, weights, angles, of_digests, sinks, cache, where)
 
     def _choose(
         self, indexer: IndexerSpec, index: IndexInputs | None, angles: Angles, cache: LayerCache, step: CpuStep

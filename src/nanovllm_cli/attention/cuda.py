@@ -46,7 +46,7 @@ from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.causal_conv import causal_conv
-from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
+from nanovllm_cli.kernels.connections import NO_DIGESTS, NO_GATED_STREAMS
 from nanovllm_cli.kernels.decode_attention import DecodeScratch, decode_attention
 from nanovllm_cli.kernels.gated_conv import gated_conv
 from nanovllm_cli.kernels.gated_delta import gated_delta
@@ -365,6 +365,9 @@ class CudaAttention:
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
         raise UnsupportedError(*NO_WKV)
+
+    def attend_shared(self, *_: Any) -> torch.Tensor:
+        raise UnsupportedError(*NO_DIGESTS)
 
     def ngram_rows(self, *_: Any) -> torch.Tensor:
         raise UnsupportedError(*NO_GATED_STREAMS)

@@ -5,7 +5,7 @@ Nor of convolutions, whose past is there as well: the inputs of a block's tokens
 forked, preempted and led back behind guesses, as those of attention are.
 
 What layers with a window keep of a block is of no use behind it: there may be fewer of these parts than of blocks, with numbers
-and tables of their own (`engine/near.py`).
+and tables of their own (`engine/near.py`). So it is with what layers with digests keep of tokens; digests stay.
 
 A state (the delta rule's, Mamba's) belongs to a sequence instead, as it is as large as hundreds of tokens' keys and values:
 layers that keep one have num_states of them (kernels/states.py).
@@ -19,7 +19,7 @@ from typing import Protocol
 
 import torch
 
-from nanovllm_cli.attention.reach import reaches
+from nanovllm_cli.attention.reach import num_near, reaches
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec, MixerSpec, PairSpec, state_in
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, StateSpec
@@ -121,7 +121,8 @@ class CacheLayout(Protocol):
 class KVCache:
     """num_blocks blocks for every layer that has keys and values or a convolution, num_states states for every other, in one
     allocation. mixers: of each layer. num_parts: where it is not 0, so many in place of blocks for layers with a window, of which
-    is_near says which they are. states: what copies states; None where no layer has one."""
+    is_near says of which that is all; others have those first parts of theirs that are near in them, and the rest in blocks.
+    states: what copies states; None where no layer has one."""
 
     def __init__(
         self,
@@ -134,11 +135,14 @@ class KVCache:
         self.num_blocks = num_blocks
         parts = [[*_block_parts(mixer, layout), *_state_parts(mixer, layout)] for mixer in mixers]
         kept = [len(_block_parts(mixer, layout)) for mixer in mixers]  # none of those that read another's, or have none
-        has_window = [reach is not None for reach in reaches(mixers)]
+        near_kept = [num_near(*each) for each in zip(mixers, reaches(mixers), kept, strict=True)]
         self._has_parts = num_parts > 0
-        self.is_near = [self._has_parts and window for window in has_window]
-        places = [num_parts if near else num_blocks for near in self.is_near]
-        counts = [[n] * own + [num_states] * (len(every) - own) for n, own, every in zip(places, kept, parts, strict=True)]
+        self.is_near = [self._has_parts and 0 < own == every for own, every in zip(near_kept, kept, strict=True)]
+        of_near = num_parts if self._has_parts else num_blocks
+        counts = [
+            [of_near] * own + [num_blocks] * (every - own) + [num_states] * (len(all_parts) - every)
+            for own, every, all_parts in zip(near_kept, kept, parts, strict=True)
+        ]
         sizes = [n * _num_bytes(part) for ns, every in zip(counts, parts, strict=True) for n, part in zip(ns, every, strict=True)]
         rooms = [-(-size // ALIGNMENT) * ALIGNMENT for size in sizes]
         pieces = torch.split(layout.empty_cache(sum(rooms)), rooms)
@@ -148,8 +152,8 @@ class KVCache:
             for ns, every in zip(counts, parts, strict=True)
         ]
         split = [(layer[:own], layer[own:]) for layer, own in zip(self.layers, kept, strict=True)]
-        in_blocks = [(blocks, window) for (blocks, _), window in zip(split, has_window, strict=True) if blocks]
-        far, near = ([blocks for blocks, window in in_blocks if window == wanted] for wanted in (False, True))
+        halves = [(blocks[own:], blocks[:own]) for (blocks, _), own in zip(split, near_kept, strict=True)]
+        far, near = [half for half, _ in halves if half], [half for _, half in halves if half]
         self._far_bytes = sum(side[0].nbytes for layer in far for side in layer) if num_blocks else 0
         self._blocks = layout.block_mover(far) if far else NothingInBlocks()
         self._parts = layout.block_mover(near) if near else NothingInBlocks()
@@ -220,8 +224,11 @@ def block_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
 
 def near_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:
     """Of those of a block what layers with a window keep."""
-    reached = zip(mixers, reaches(mixers), strict=True)
-    return block_bytes([mixer for mixer, reach in reached if reach is not None], layout)
+    total = 0
+    for mixer, reach in zip(mixers, reaches(mixers), strict=True):
+        parts = _block_parts(mixer, layout)
+        total += sum(map(_num_bytes, parts[: num_near(mixer, reach, len(parts))]))
+    return total
 
 
 def state_bytes(mixers: Sequence[MixerSpec | None], layout: CacheLayout) -> int:

@@ -58,9 +58,9 @@ class ModelWork(NamedTuple):
             if (state := state_in(mixer)) is not None:
                 state_bytes += 8 * state.key_dim * state.values
         for attention in spec.attentions:
-            kept = kv_dtypes if attention.latent is None else kv_dtypes[:1]
-            dims = attention.head_dim, attention.found_dim
-            kv_bytes += attention.num_kv_heads * sum(dim * kind.itemsize for dim, kind in zip(dims, kept, strict=False))
+            kept = kv_dtypes if attention.latent is None and attention.shared is None else kv_dtypes[:1]
+            dims, rows = (attention.head_dim, attention.found_dim), attention.num_kv_heads * attention.rows_a_token
+            kv_bytes += rows * sum(dim * kind.itemsize for dim, kind in zip(dims, kept, strict=False))
         head = 2.0 * spec.num_drawn * spec.hidden_size
         linear, looks, prompts = multiplied(spec), _looks(spec), spec.for_prompts
         shares = multiplied(prompts) / linear, _looks(prompts) / looks if looks else 1.0
@@ -102,7 +102,7 @@ class ModelWork(NamedTuple):
 
 def _looks(spec: ModelSpec) -> float:
     """Multiply-adds of a token with each that it looks at."""
-    return sum(1.0 * attention.num_heads * (attention.head_dim + attention.found_dim) for attention in spec.attentions)
+    return sum(each.rows_a_token * each.num_heads * (each.head_dim + each.found_dim) for each in spec.attentions)
 
 
 def _sum_to(count: int, most: int | None = None) -> int:

@@ -7,6 +7,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any, TypeVar
 
+from nanovllm_cli.digest_spec import SharedSpec
 from nanovllm_cli.distributed.division import Division
 from nanovllm_cli.mixer_spec import AttentionSpec, ConvolvedSpec, MixerSpec, PairSpec
 from nanovllm_cli.mlp_spec import MoESpec
@@ -19,7 +20,7 @@ Mixer = TypeVar("Mixer", bound=MixerSpec)
 def num_units(mixer: MixerSpec) -> int:
     """Of heads that stay together, as they share keys and values, or keys. 0 where a layer can't be divided."""
     match mixer:
-        case AttentionSpec(convolved=ConvolvedSpec()) | AttentionSpec(values=MoESpec()):
+        case AttentionSpec(convolved=ConvolvedSpec()) | AttentionSpec(values=MoESpec()) | AttentionSpec(shared=SharedSpec()):
             return 0
         case AttentionSpec(latent=None):
             return mixer.num_kv_heads if mixer.qk_norm_of not in ("all heads", "each head") else 0

@@ -158,6 +158,9 @@ class CpuPlatform:
         if isinstance(spec.streams, GatedStreamsSpec) and self.config.tensor_parallel_size > 1:
             hint = "leave --tensor-parallel-size out"
             raise UnsupportedError(f"a {spec.architecture} model is not divided among processes: it has gated streams", hint)
+        is_shared = any(attention.shared is not None for attention in spec.attentions)
+        if is_shared:
+            _check_that_it_is_dense(spec, self.config, dtype)
         if has_ngrams and most_guesses(self.config):
             what = f"guesses of a {spec.architecture} model's tokens: what it keeps of n-grams cannot be taken back"
             raise UnsupportedError(what, "leave --speculate, --draft-model and --mtp out")
@@ -173,6 +176,7 @@ class CpuPlatform:
             "latent": is_latent,
             "sparse": any(attention.indexer is not None for attention in spec.attentions),
             "blocks": any(attention.blocks is not None for attention in spec.attentions),
+            "digests": is_shared,
             "gated": isinstance(spec.streams, GatedStreamsSpec),
             "ngrams": has_ngrams,
         }
@@ -180,7 +184,7 @@ class CpuPlatform:
         if is_latent:
             _check_that_keys_are_values(*self.config.cache_types)
         groups = {attention.queries_a_key for attention in spec.attentions}
-        groups |= {MAX_TILE_ROWS} if spec.most_seen is not None else set()
+        groups |= {MAX_TILE_ROWS} if spec.most_seen is not None or is_shared else set()
         groups |= {each.attention.queries_a_key for each in (spec.cross, spec.looks) if each is not None}
         kept = cache_dtypes(self.config.cache_types, dtype)
         cross = spec.cross if spec.cross is not None and spec.cross.rows else None
@@ -208,6 +212,15 @@ def _num_threads(config: EngineConfig, progress: LoadProgress) -> int:
         most = f"{num_processors()} processors, and {there} threads at most ({THREADS_VARIABLE})"
         progress.note(f"{config.threads} threads were asked for; this process has {most}")
     return min(config.threads or default_threads(), there)
+
+
+def _check_that_it_is_dense(spec: ModelSpec, config: EngineConfig, dtype: torch.dtype) -> None:
+    """What attention with one shared key keeps is not rounded."""
+    if any(kept != dtype for kept in cache_dtypes(config.cache_types, dtype)):
+        raise UnsupportedError(
+            f"a KV cache of {' and '.join(dict.fromkeys(config.cache_types))} of a {spec.architecture} model",
+            "leave --kv-cache-dtype, --cache-type-k and --cache-type-v out: it keeps little of a token",
+        )
 
 
 def _check_that_keys_are_values(of_keys: str, of_values: str) -> None:

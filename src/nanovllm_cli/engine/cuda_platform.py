@@ -23,7 +23,7 @@ from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import MIN_TABLE, build_batch
 from nanovllm_cli.engine.strategy import MOST_ROWS, most_guesses
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
-from nanovllm_cli.kernels.connections import NO_GATED_STREAMS
+from nanovllm_cli.kernels.connections import NO_DIGESTS, NO_GATED_STREAMS
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
@@ -212,6 +212,8 @@ class CudaPlatform:
             raise UnsupportedError("attention to what an encoder has made, on a GPU", "add --device cpu")
         if isinstance(spec.streams, GatedStreamsSpec):
             raise UnsupportedError(*NO_GATED_STREAMS)
+        if any(attention.shared is not None for attention in spec.attentions):
+            raise UnsupportedError(*NO_DIGESTS)
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         longest = self._longest(spec.max_position)
         chunk = spec.chunk if spec.chunk is not None and longest > spec.chunk else None

@@ -30,8 +30,10 @@ def read_streams(
     eps: float,
     least: float,
     most: float,
+    rounds: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """streams [S, T, width] -> [T, width] and fp32 [T, S or 0]; see `reference.read_streams`."""
+    assert not rounds, "no GPU gets such a model"
     (count, tokens, width), f32 = streams.shape, torch.float32
     shares = len(base)
     assert shares in (count, 2 * count), (shares, count)

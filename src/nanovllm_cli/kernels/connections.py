@@ -7,7 +7,8 @@ import torch
 from nanovllm_cli.kernels import cpu, cpu_connections
 
 NO_GATED_STREAMS = "gated residual streams (Qwen4-Exp) on a GPU are not supported yet", "add --device cpu"
-"""An error's words and hint."""
+NO_DIGESTS = "attention to digests of tokens (DeepSeek-V4) on a GPU is not supported yet", "add --device cpu"
+"""Errors' words and hints."""
 
 
 def spread(x: torch.Tensor, count: int) -> torch.Tensor:
@@ -27,17 +28,18 @@ def read_streams(
     eps: float,
     least: float,
     most: float,
+    rounds: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """streams [S, T, width] -> [T, width] and fp32 [T, S or 0]; see `reference.read_streams`."""
+    """streams [S, T, width] -> [T, width] and fp32 [T, S or 0], with rounds [T, S + S * S]; see `reference.read_streams`."""
     (count, tokens, width), f32 = streams.shape, torch.float32
     shares = len(base)
-    assert shares in (count, 2 * count), (shares, count)
+    assert shares in (count, (2 + count if rounds else 2) * count), (shares, count)
     out = cpu.new_tensor((tokens, width), streams.dtype)
     kept = cpu.new_tensor((tokens, shares - count), f32)
     ints = (
         cpu.address_of(streams, streams.dtype, count, tokens, width), count, tokens, width,
         cpu.address_of(matrix, f32, shares, count * width), cpu.address_of(base, f32, shares),
-        cpu.address_of(scale, f32, shares // count), shares - count, out.data_ptr(), kept.data_ptr(),
+        cpu.address_of(scale, f32, min(3, shares // count)), shares - count, rounds, out.data_ptr(), kept.data_ptr(),
     )  # fmt: skip
     work = (2 * shares + 4) * streams.numel()
     cpu.launch(cpu_connections.read_streams, work, cpu.tags_of(streams.dtype), ints, (eps, least, most))
@@ -45,13 +47,17 @@ def read_streams(
 
 
 def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
-    """streams [S, T, width] += found [T, width] times weights [T, S] fp32, in place."""
+    """streams [S, T, width] += found [T, width] times weights [T, S] fp32, in place; with weights [T, S + S * S] they are mixed
+    first, see `reference.write_streams`."""
     count, tokens, width = streams.shape
+    mixes = weights.shape[1] != count
     ints = (
         cpu.address_of(streams, streams.dtype, count, tokens, width), count, tokens, width,
-        cpu.address_of(found, streams.dtype, tokens, width), cpu.address_of(weights, torch.float32, tokens, count),
+        cpu.address_of(found, streams.dtype, tokens, width),
+        cpu.address_of(weights, torch.float32, tokens, count + count**2 * mixes),
     )  # fmt: skip
-    cpu.launch(cpu_connections.write_streams, 2 * streams.numel(), cpu.tags_of(streams.dtype), ints)
+    kernel = cpu_connections.mix_and_write if mixes else cpu_connections.write_streams
+    cpu.launch(kernel, (2 + count * mixes) * streams.numel(), cpu.tags_of(streams.dtype), ints)
 
 
 def norm_streams(streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:

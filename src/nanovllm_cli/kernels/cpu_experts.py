@@ -15,11 +15,18 @@ MOST_TOGETHER = 2
 """Parts a thread that all threads compute together, the last ones: else some have nothing to do until the others are done."""
 
 
+ROOT_SOFTPLUS = 3
+_LITTLE = np.float32(1e-20)
+"""What is added to the sum of a token's scores, which may all be 0 then."""
+
+
 @inner
 def _score(logit, largest, total, by_sigmoid):
-    """logit's sigmoid, or share of a softmax."""
+    """logit's sigmoid, or share of a softmax, or with a by_sigmoid of ROOT_SOFTPLUS the root of its softplus."""
     if by_sigmoid == 0:
         return exp_not_positive(logit - largest) / total
+    if by_sigmoid == ROOT_SOFTPLUS:
+        return np.sqrt(max(logit, np.float32(0.0)) + np.log1p(exp_not_positive(-abs(logit))))
     e = exp_not_positive(-abs(logit))
     return (np.float32(1.0) if logit >= 0 else e) / (np.float32(1.0) + e)
 
@@ -73,6 +80,7 @@ def _weigh(row, places, largest, total, by_sigmoid, norm_topk, scale, part):
     for c in range(len(places)):
         part[c] = _score(row[places[c]], largest, total, by_sigmoid)
         whole += part[c]
+    whole += _LITTLE if by_sigmoid == ROOT_SOFTPLUS else np.float32(0.0)
     for c in range(len(places)):
         part[c] = (part[c] / whole if norm_topk != 0 else part[c]) * scale
 
@@ -154,6 +162,26 @@ def route(arguments, thread, team):
         for c in range(num_chosen):
             part[c] /= total
     keep(memory)
+
+
+@kernel()
+def route_by_table(arguments, thread, team):
+    """chosen, weights [num_rows, num_chosen]: of each row the experts that table […, num_chosen] int64 has for its token, ids
+    [num_rows] int64, and what `route` would weigh them by. No softmax."""
+    (
+        logits, num_rows, num_experts, num_chosen, norm_topk, chosen, weights, ids, table, by_sigmoid, scale,
+    ) = fields(arguments)  # fmt: skip
+    all_logits = carray(typed_pointer(logits, np.float32(0)), (num_rows, num_experts))
+    rows = carray(typed_pointer(table, np.int64(0)), (1 << 40, num_chosen))
+    token_of = carray(typed_pointer(ids, np.int64(0)), (num_rows,))
+    places = carray(typed_pointer(chosen, np.int64(0)), (num_rows, num_chosen))
+    shares = carray(typed_pointer(weights, np.float32(0)), (num_rows, num_chosen))
+    nothing = np.float32(0.0)
+    for r in share(num_rows, thread, team):
+        place, row = places[r], rows[token_of[r]]
+        for c in range(num_chosen):
+            place[c] = row[c]
+        _weigh(all_logits[r], place, nothing, nothing, by_sigmoid, norm_topk, np.float32(scale), shares[r])
 
 
 @kernel()

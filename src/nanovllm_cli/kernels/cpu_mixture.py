@@ -53,14 +53,22 @@ class CpuMixture(Mixture):
     def can_be_recorded(self, width: int, dtype: torch.dtype) -> bool:
         return self._together(width, dtype) is not None
 
-    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def choose(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        if self.scoring is None or self.scoring.table is None:
+            return super().choose(logits)
+        assert ids is not None
+        return route_by_table(logits, ids, self.num_chosen, self.norm_topk, self.scoring)
+
+    def __call__(
+        self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         together = self._together(x.shape[1], x.dtype)
         if together is None:
             assert cpu.recording() is None, "experts that can't be recorded"
-            return super().__call__(x, logits, slots)
+            return super().__call__(x, logits, slots, ids)
         with cpu.kept_memory(self._pool):
             memory = together.new_memory(x.shape[0] * self.num_chosen)
-        return together.run(x, *self.choose(logits), memory)
+        return together.run(x, *self.choose(logits, ids), memory)
 
     def _together(self, width: int, dtype: torch.dtype) -> _Together | None:
         key = width, dtype
@@ -243,6 +251,23 @@ def route(
     scale, nearness = (1.0, None) if scoring is None else (scoring.scale, scoring.nearness)
     numbers = (scale, -1.0 if nearness is None else nearness)
     cpu.launch(cpu_experts.route, tokens * num_experts * num_chosen, "", ints + how, numbers)
+    return chosen, weights
+
+
+def route_by_table(
+    logits: torch.Tensor, ids: torch.Tensor, num_chosen: int, norm_topk: bool, scoring: Scoring
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `digest_rules.route_by_table`; logits are fp32, and ids those of tokens that the table has rows of."""
+    assert scoring.table is not None
+    assert scoring.kind > 0, "no model has this of a softmax"
+    tokens, num_experts = logits.shape
+    chosen, weights = cpu.new_tensor((tokens, num_chosen), torch.int64), cpu.new_tensor((tokens, num_chosen), torch.float32)
+    ints = (
+        address_of(logits, torch.float32, tokens, num_experts), tokens, num_experts, num_chosen, int(norm_topk),
+        chosen.data_ptr(), weights.data_ptr(), address_of(ids, torch.int64, tokens),
+        address_of(scoring.table, torch.int64, len(scoring.table), num_chosen), scoring.kind,
+    )  # fmt: skip
+    cpu.launch(cpu_experts.route_by_table, 16 * tokens * num_chosen, "", ints, (scoring.scale,))
     return chosen, weights
 
 

@@ -103,13 +103,16 @@ class CudaMixture(Mixture):
         rows = [_addresses(expert.gate_up) + _addresses(expert.down) for expert in self.experts]
         return torch.tensor(rows, dtype=torch.int64).to(self._launcher.device)
 
-    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         if x.shape[0] > self._most_tokens:
             return super().__call__(x, logits, slots)
         return self._sum(x, logits, slots, None)
 
     def onto(
-        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None
+        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         if x.shape[0] > self._most_tokens:
             return super().onto(residual, x, logits, slots)

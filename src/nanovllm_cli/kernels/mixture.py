@@ -59,7 +59,8 @@ class Scoring(NamedTuple):
     Taken are the experts with the largest score + bias, or with by_logit logit + bias, bias [E] fp32, where there are groups
     of some of them; their scores, or with norm_topk their shares of the sum of these, times `scale`, and times what
     expert_scale [E] fp32 has for each expert, are the weights. nearness: of logits instead, and nothing else of all this; see
-    `shares_among_near`."""
+    `shares_among_near`. root_softplus: scores are roots of softpluses (DeepSeek-V4). table [tokens, k] int64: which experts each
+    token takes, ascending, whatever their scores; a softmax has none."""
 
     sigmoid: bool = False
     bias: torch.Tensor | None = None
@@ -68,10 +69,15 @@ class Scoring(NamedTuple):
     groups: Groups | None = None
     nearness: float | None = None
     by_logit: bool = False
+    root_softplus: bool = False
+    table: torch.Tensor | None = None
 
     @property
     def kind(self) -> int:
-        """What kernels call it: 0 for a softmax, 1 for sigmoids, 2 for sigmoids of those that logits choose."""
+        """What kernels call it: 0 for a softmax, 1 for sigmoids, 2 for sigmoids of those that logits choose, 3 for roots of
+        softpluses."""
+        if self.root_softplus:
+            return 3
         assert self.sigmoid or not self.by_logit, "no model has this of a softmax"
         return int(self.sigmoid) + int(self.by_logit)
 
@@ -125,24 +131,29 @@ class Mixture:
         """Whether a step over rows [T, width] of dtype can, whatever its tokens take."""
         return True
 
-    def choose(self, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """logits [T, E] fp32 -> experts [T, k] int64, ascending, and their weights [T, k] fp32."""
+    def choose(self, logits: torch.Tensor, ids: torch.Tensor | None = None) -> tuple[torch.Tensor, torch.Tensor]:
+        """logits [T, E] fp32 -> experts [T, k] int64, ascending, and their weights [T, k] fp32. ids [T] int64: the tokens, where
+        there is a table."""
+        assert self.scoring is None or self.scoring.table is None, "a CPU's alone has these"
         return self._route(logits, self.num_chosen, self.norm_topk, self.scoring)
 
-    def __call__(self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None, ids: torch.Tensor | None = None
+    ) -> torch.Tensor:
         """x [T, K], logits [T, E] fp32 of the router -> [T, width]. The host reads who takes what. slots [T] int64: -1 for rows
-        that nobody asks for, which a device may leave out."""
-        chosen, weights = self.choose(logits)
+        that nobody asks for, which a device may leave out. ids: see `choose`."""
+        chosen, weights = self.choose(logits, ids)
         out = torch.zeros(x.shape[0], self.experts[0].width, dtype=torch.float32, device=x.device)
         for e, tokens, own in _by_expert(chosen, weights, len(self.experts)):
             self._add_weighted_rows(out, self.experts[e](x[tokens]), tokens, own)
         return out.to(x.dtype)
 
     def onto(
-        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None
+        self, residual: torch.Tensor, x: torch.Tensor, logits: torch.Tensor, slots: torch.Tensor | None = None,
+        ids: torch.Tensor | None = None,
     ) -> torch.Tensor | None:
         """residual += the sum: None where that is done, else the sum."""
-        return self(x, logits, slots)
+        return self(x, logits, slots, ids)
 
 
 def _by_expert(

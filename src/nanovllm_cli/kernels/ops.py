@@ -168,12 +168,13 @@ class Ops(Protocol):
 
     def read_streams(
         self, streams: torch.Tensor, matrix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, least: float,
-        most: float,
+        most: float, rounds: int = 0,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """streams [S, T, n] -> [T, n] and fp32 [T, S or 0]: see `reference.read_streams`."""
+        """streams [S, T, n] -> [T, n] and fp32 [T, S or 0], with rounds [T, S + S * S]: see `reference.read_streams`."""
 
     def write_streams(self, streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> None:
-        """streams [S, T, n] += found [T, n] times weights [T, S] fp32, in place."""
+        """streams [S, T, n] += found [T, n] times weights [T, S] fp32, in place; with weights [T, S + S * S] see
+        `reference.write_streams`."""
 
     def norm_streams(self, streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         """streams [S, T, n] -> [T, S * n], gains [S * n]: see `reference.norm_streams`."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
+from nanovllm_cli.kernels.mixing_rules import mixing
 from nanovllm_cli.kernels.mixture import Groups, Scoring, shares_among_near
 
 _GELUS = {"gelu": "none", "gelu_tanh": "tanh"}
@@ -99,22 +100,32 @@ def altup_match(rows: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
 
 
 def read_streams(
-    streams: torch.Tensor, matrix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, least: float, most: float
+    streams: torch.Tensor, matrix: torch.Tensor, base: torch.Tensor, scale: torch.Tensor, eps: float, least: float, most: float,
+    rounds: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum [T, width] of streams [S, T, width], each times a weight, and the weights [T, S] by which all are written, or
     none (hyper-connections, Zhu et al. 2024, as in Hy4): sigmoids of what matrix [S or 2 S, S * width] makes of all streams
     of a token, which are divided by their root mean square. base [S or 2 S]; scale: of those that read, and of those that
-    write."""
+    write. With rounds there are S * S more of each, weights [T, S + S * S], whose last ones are `mixing`
+    of what is made."""
     count = len(streams)
     flat = wide(streams).transpose(0, 1).flatten(1)
     normed = flat * torch.rsqrt(flat.pow(2).mean(-1, keepdim=True) + eps)
-    sigmoids = torch.sigmoid((normed @ wide(matrix).T) * wide(scale).repeat_interleave(count) + wide(base))
-    read = torch.einsum("ts,stw->tw", sigmoids[:, :count] + least, wide(streams))
-    return read.to(streams.dtype), most * sigmoids[:, count:] + least
+    kinds = torch.arange(len(base)).div(count, rounding_mode="floor").clamp_max(2)
+    logits = (normed @ wide(matrix).T) * wide(scale)[kinds] + wide(base)
+    sigmoids = torch.sigmoid(logits[:, : 2 * count])
+    read = torch.einsum("ts,stw->tw", sigmoids[:, :count] + least, wide(streams)).to(streams.dtype)
+    written = most * sigmoids[:, count:] + (0.0 if rounds else least)
+    mixed = mixing(logits[:, 2 * count :].reshape(-1, count, count), rounds, least).flatten(1) if written.numel() else written
+    return read, torch.cat([written, mixed], 1) if rounds else written
 
 
 def write_streams(streams: torch.Tensor, found: torch.Tensor, weights: torch.Tensor) -> torch.Tensor:
-    """streams [S, T, width] + found [T, width] times weights [T, S]."""
+    """streams [S, T, width] + found [T, width] times weights [T, S]; with weights [T, S + S * S] the k-th is found times the k-th
+    weight plus, over all j, stream j times the weight S + j * S + k."""
+    if (count := len(streams)) != weights.shape[1]:
+        mixed = torch.einsum("tjk,jtw->ktw", wide(weights[:, count:]).reshape(-1, count, count), wide(streams))
+        return (mixed + wide(weights[:, :count]).T[:, :, None] * wide(found)).to(streams.dtype)
     return (wide(streams) + wide(weights).T[:, :, None] * wide(found)).to(streams.dtype)
 
 
@@ -228,7 +239,7 @@ def route(
     2017. scoring: see there; by sigmoids, DeepSeek-AI 2024."""
     scores = ranks = logits
     if scoring is not None and scoring.nearness is None:
-        scores = logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
+        scores = scores_of(logits, scoring)
         ranks = (logits if scoring.by_logit else scores) + (0.0 if scoring.bias is None else scoring.bias)
         if scoring.groups is not None:
             ranks = in_groups(ranks, scoring.groups)
@@ -242,6 +253,13 @@ def route(
     if norm_topk:
         return chosen, torch.softmax(logits.gather(-1, chosen), dim=-1)
     return chosen, torch.softmax(logits, dim=-1).gather(-1, chosen)
+
+
+def scores_of(logits: torch.Tensor, scoring: Scoring) -> torch.Tensor:
+    """[T, E] of logits alike: roots of softpluses (DeepSeek-V4), sigmoids, or a softmax of all."""
+    if scoring.root_softplus:
+        return F.softplus(logits).sqrt()
+    return logits.sigmoid() if scoring.sigmoid else logits.softmax(dim=-1)
 
 
 def add_weighted_rows(out: torch.Tensor, y: torch.Tensor, rows: torch.Tensor, weights: torch.Tensor) -> None:

@@ -1,6 +1,6 @@
 """Compile CPU kernels, or load them from the cache, before somebody waits for a token: those that every model needs, and apart
 from them those of integer weights, of adapters, of experts, of convolutions, of the delta rule, of Mamba's first rule, of RWKV's,
-of latent, sparse and compressed attention, of gated streams, and of n-grams.
+of latent, sparse and compressed attention, of that to digests, of gated streams, and of n-grams.
 
 Compiling takes one processor some 20 s on a machine's first run. So those that would be idle help: a process for each goes
 through all parts and passes over what another one has under way (`compiled.passing_over`); this one does so too, and then waits
@@ -39,6 +39,7 @@ from nanovllm_cli.kernels import (
     cpu_sampling_random,
     delta,
     dense,
+    digests,
     gates,
     indexer,
     integer,
@@ -48,7 +49,7 @@ from nanovllm_cli.kernels import (
     scan,
     wkv,
 )
-from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto
+from nanovllm_cli.kernels.cpu_mixture import CpuMixture, add_onto, route_by_table
 from nanovllm_cli.kernels.mixture import Scoring
 from nanovllm_cli.kernels.ops import Normed
 from nanovllm_cli.kernels.record_kinds import F16, RecordLayout
@@ -354,11 +355,27 @@ def _blocks(dtype: torch.dtype) -> None:
     block_index.Gathered(2, 4, 1, 16, 16, dtype, (dtype, dtype)).gather(slice(0, 1), chosen, (cache[0], cache[1]), where)
 
 
+def _digests(dtype: torch.dtype) -> None:
+    """Of a token that sees half of them."""
+    tiles, tables = torch.tensor([[0, 0, 1, 31, 32]]), torch.arange(2, dtype=torch.int32)[None]
+    where, angles = digests.Where(tiles, tables, tables), (torch.zeros(1, 2), torch.zeros(1, 2))
+    x, slots = torch.zeros(1, 8, dtype=dtype), torch.zeros(1, dtype=torch.int64)
+    keys, raw, made = (torch.zeros(2, rows, width, dtype=dtype) for rows, width in ((16, 8), (16, 16), (1, 8)))
+    digests.keep_rows(digests.turn_last(x, 1, angles, gains=x[0], eps=1e-6), slots, keys)
+    digests.make_digests(raw, made, digests.DigestMaker(0, 8, 1, torch.zeros(16, 8), x[0], 1e-6, 0.0), angles, 16, where)
+    chosen = digests.choose(x, torch.zeros(1, 1), made, 16, 1, where)
+    digests.gather_seen(slice(0, 1), keys, made, chosen, 16, 16, where, 1)
+    streams, (matrix, base, scale) = connections.spread(x, 2), (torch.zeros(size) for size in ((8, 16), (8,), (3,)))
+    connections.write_streams(streams, *connections.read_streams(streams, matrix, base, scale, 1e-6, 1e-6, 2.0, 2))
+    scoring = Scoring(root_softplus=True, table=torch.zeros(1, 1, dtype=torch.int64))
+    route_by_table(torch.zeros(1, 2), slots, 1, True, scoring)
+
+
 PARTS: dict[str, tuple[Callable[..., None], ...]] = {
     "all": (_attention, _matmuls, _norms, _draws),
     "integer": (_integer,), "experts": (_experts,), "adapters": (_adapters,), "conv": (_conv,), "delta": (_delta,),
     "scan": (_scan,), "wkv": (_wkv,), "latent": (_latent,), "compressed": (_compressed,), "sparse": (_sparse,),
-    "gated": (_gated,), "ngrams": (_ngrams,), "blocks": (_blocks,),
+    "gated": (_gated,), "ngrams": (_ngrams,), "blocks": (_blocks,), "digests": (_digests,),
 }  # fmt: skip
 """Of a kind: functions of the dtype of activations and, for all, those of keys and values."""
 

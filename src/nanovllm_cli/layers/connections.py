@@ -6,7 +6,9 @@ read a weighted sum, and to each of which what they make is added times a weight
     write   x_s += (most * sigmoid(g_S+s) + least) y    y: what attention or MLP has made of what was read
 
 Streams lie one behind the other, [S, T, hidden]. All begin as the embedding; behind the last layer they are read once more. What
-decides is fp32.
+decides is fp32. With rounds (`ConnectionsSpec`) streams are mixed where they are written,
+
+    write   x_k = most * sigmoid(g_S+k) y + sum over j of M_jk x_j      M: `mixing_rules.mixing` of g_2S and all behind it
 """
 
 from __future__ import annotations
@@ -32,12 +34,12 @@ class Connection:
         self.ops: Ops = kit.ops
         self.matrix = kit.zeros(shares, spec.count * hidden_size, dtype=torch.float32)
         self.base = kit.zeros(shares, dtype=torch.float32)
-        self.scale = kit.zeros(shares // spec.count, dtype=torch.float32)
+        self.scale = kit.zeros(spec.num_scales if writes else 1, dtype=torch.float32)
 
     def read(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """[S, T, hidden] -> what a half of the layer reads [T, hidden], and by what weights it writes [T, S] fp32."""
+        """[S, T, hidden] -> what a half of the layer reads [T, hidden], and by what weights it writes, fp32 [T, S] or more."""
         spec = self.spec
-        return self.ops.read_streams(streams, self.matrix, self.base, self.scale, self.eps, spec.least, spec.most)
+        return self.ops.read_streams(streams, self.matrix, self.base, self.scale, self.eps, spec.least, spec.most, spec.rounds)
 
     def slots(self) -> Slots:
         tables = {"weight": self.matrix, "base": self.base, "scale": self.scale}

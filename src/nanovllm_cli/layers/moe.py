@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import torch
 
+from nanovllm_cli.errors import CheckpointError
 from nanovllm_cli.kernels.mixture import Groups, Scoring
 from nanovllm_cli.kernels.ops import Hidden, plain
 from nanovllm_cli.layers.kit import Kit
@@ -18,6 +19,7 @@ from nanovllm_cli.layers.router import HandedOn, Router
 from nanovllm_cli.layers.slots import Slots, WeightSlot, table_slot
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.norm_spec import NormSpec
+from nanovllm_cli.quant.rows import QuantizedRows
 
 
 class MoE:
@@ -41,11 +43,17 @@ class MoE:
         self.shared_gate = kit.undivided.weight({"shared.gate_row": 1}, hidden_size) if spec.shared_gate else None
         self.scoring: Scoring | None = None
         by_sigmoid, in_groups = spec.scoring == "sigmoid", spec.groups > 1
-        if by_sigmoid or in_groups or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
+        by_root = spec.scoring == "root softplus"
+        self.handed = HandedOn() if spec.table_rows else None
+        if by_sigmoid or by_root or in_groups or spec.selection_bias or spec.scale != 1.0 or spec.expert_scale:
             bias, scales = kit.zeros(2, spec.num_experts, dtype=torch.float32)
             groups = Groups(spec.groups, spec.groups_taken, 2 if by_sigmoid else 1) if in_groups else None
             own = scales if spec.expert_scale else None
-            self.scoring = Scoring(by_sigmoid, bias, spec.scale, own, groups, by_logit=spec.ranks_logits)
+            table = kit.zeros(spec.table_rows, spec.experts_per_token, dtype=torch.int64) if spec.table_rows else None
+            self.scoring = Scoring(
+                by_sigmoid, bias, spec.scale, own, groups, by_logit=spec.ranks_logits, root_softplus=by_root, table=table
+            )
+        assert not spec.table_rows or self.scoring is not None, "no model has a table beside a softmax"
         if spec.nearness is not None:
             assert self.scoring is None, "no model has more there"
             self.scoring = Scoring(nearness=spec.nearness)
@@ -57,7 +65,7 @@ class MoE:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
         logits = self._logits(x)
-        own = self.mixture(self.read(x, logits), logits, slots)
+        own = self.mixture(self.read(x, logits), logits, slots, self._ids)
         own = own if self.latent_out is None else self.latent_out(own)
         return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x), 0.5 if self.spec.averaged else 1.0)
 
@@ -70,9 +78,9 @@ class MoE:
             shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
         logits = self._logits(x)
         if self.latent_out is None:
-            own = self.mixture.onto(residual, self.read(x, logits), logits, slots)
+            own = self.mixture.onto(residual, self.read(x, logits), logits, slots, self._ids)
         else:
-            own = self.latent_out.onto(residual, self.mixture(self.read(x, logits), logits, slots))
+            own = self.latent_out.onto(residual, self.mixture(self.read(x, logits), logits, slots, self._ids))
         if shared is None or own is None:
             return own if shared is None else shared
         return self.ops.add(own, shared)
@@ -95,6 +103,8 @@ class MoE:
             self.deep.handed = handed
         if self.early is not None:
             self.early = handed
+        if self.handed is not None:
+            self.handed = handed
 
     def route(self, stream: torch.Tensor) -> None:
         """Of a mixture that is routed early: what its experts will be chosen by. stream [T, hidden]: as the layer finds it."""
@@ -122,6 +132,11 @@ class MoE:
         return self.router.matmul(x, self.router_bias, torch.float32)
 
     @property
+    def _ids(self) -> torch.Tensor | None:
+        """Whose rows of the table count, where there is one."""
+        return None if self.handed is None else self.handed.ids
+
+    @property
     def recordable(self) -> bool:
         """See `WeightStorage`: whether the experts can, together."""
         return self.mixture.can_be_recorded(self.expert_width, self.dtype)
@@ -141,6 +156,8 @@ class MoE:
             slots["router.bias"] = table_slot(self.router_bias)
         if self.spec.selection_bias and self.scoring is not None and self.scoring.bias is not None:
             slots["router.selection_bias"] = table_slot(self.scoring.bias)
+        if self.scoring is not None and (table := self.scoring.table) is not None:
+            slots["router_table.weight"] = _experts_slot(table, self.spec.num_experts)
         if self.scoring is not None and self.scoring.expert_scale is not None:
             slots["router.expert_scale"] = table_slot(self.scoring.expert_scale)
         if self.apart is not None:
@@ -154,6 +171,18 @@ class MoE:
         for e, expert in enumerate(self.experts):
             slots |= {f"experts.{e}.{name}": slot for name, slot in expert.slots().items()}
         return slots
+
+
+def _experts_slot(table: torch.Tensor, num_experts: int) -> WeightSlot:
+    """A slot for the numbers of each token's experts, in any order."""
+
+    def load(rows: torch.Tensor | QuantizedRows, first: int) -> None:
+        assert isinstance(rows, torch.Tensor), "whole numbers"
+        if rows.numel() and not 0 <= int(rows.min()) <= int(rows.max()) < num_experts:
+            raise CheckpointError(f"a table of {num_experts} experts names others", "the file is damaged, or of another model")
+        table[first : first + len(rows)].copy_(rows.long().sort(-1).values)
+
+    return WeightSlot(tuple(table.shape), load, counts=True)
 
 
 class _Apart:

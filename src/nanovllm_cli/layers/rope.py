@@ -36,6 +36,8 @@ class Rope:
         """cos, sin [T, dim / 2] fp32 for positions [T], [3, T] or [4, T] (see `Batch`) and lengths [T] (see the class), int64."""
         if positions.dim() == 2 and len(self._axes) != len(self._short):
             positions = positions[0].contiguous()
+        if (every := self.spec.every) > 1:
+            positions = positions // every * every
         if positions.dim() == 2:
             by_axis = [self.tables(each.contiguous(), lengths) for each in positions]
             index = self._axes.expand(1, len(lengths), -1)

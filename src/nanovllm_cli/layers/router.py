@@ -15,14 +15,16 @@ from nanovllm_cli.router_spec import RouterSpec
 
 class HandedOn:
     """What a step's last router leaves to the next one, rows [T, width], None before the first; of a mixture that is routed
-    early, what it leaves to its own experts: logits [T, E]."""
+    early, what it leaves to its own experts: logits [T, E]. ids [T]: the step's tokens, of mixtures that go by a table."""
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
+        self.ids: torch.Tensor | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
         """Only these tokens go on."""
         self.rows = None if self.rows is None else self.rows[rows]
+        self.ids = None if self.ids is None else self.ids[rows]
 
 
 class Router:

@@ -14,12 +14,13 @@ class WeightSlot(NamedTuple):
     """shape: what the checkpoint's tensor must have. load(rows, first): rows of it, of any float type or in the matrix's own
     format, from row `first` on; a matrix may come in several slices, so that nobody holds it twice. plain: it takes numbers
     alone, also of a matrix that has a format. stays: it takes the whole as a view of the mapped file, of which nothing is
-    read."""
+    read. counts: it takes whole numbers."""
 
     shape: tuple[int, ...]
     load: Callable[[torch.Tensor | QuantizedRows, int], None]
     plain: bool = False
     stays: bool = False
+    counts: bool = False
 
 
 Slots = dict[str, WeightSlot]

@@ -6,6 +6,7 @@ import torch
 
 from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.kv_cache import LayerCache
+from nanovllm_cli.digest_spec import SharedSpec
 from nanovllm_cli.kernels.ops import Addend, Hidden, plain, taken_out
 from nanovllm_cli.layers.ahead import AheadOfState
 from nanovllm_cli.layers.altup import AltUp
@@ -28,6 +29,7 @@ from nanovllm_cli.layers.pair import Pair
 from nanovllm_cli.layers.per_layer import PerLayer
 from nanovllm_cli.layers.rescaling import RescaledJoin, SphereJoin
 from nanovllm_cli.layers.scan import HeadScan, Scan
+from nanovllm_cli.layers.shared_key import SharedKeyAttention
 from nanovllm_cli.layers.slots import Slots, number_slot
 from nanovllm_cli.layers.wkv import ChannelShift, TimeMix
 from nanovllm_cli.mixer_spec import AheadSpec, AttentionSpec, ConvolvedSpec, LatentSpec, MixerSpec, PairSpec
@@ -301,6 +303,8 @@ def _mixer(spec: MixerSpec, norm: NormSpec, width: int, kit: Kit) -> Mixer:
             return TimeMix(spec, width, kit)
         case AttentionSpec(latent=LatentSpec()):
             return LatentAttention(spec, norm, width, kit)
+        case AttentionSpec(shared=SharedSpec()):
+            return SharedKeyAttention(spec, norm, width, kit)
         case PairSpec(ahead=AheadSpec()):
             return AheadOfState(spec, norm, width, kit)
         case PairSpec():

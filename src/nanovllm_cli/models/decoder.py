@@ -161,6 +161,7 @@ class Decoder:
         if inputs.step is None:
             return self.no_rows(0)
         self._choose(batch.lora)
+        self.handed.ids = batch.token_ids
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)

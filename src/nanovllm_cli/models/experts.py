@@ -13,7 +13,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, MAX_NUMBER, ConfigReader
 
 MAX_EXPERTS = 1024
-BY_SOFTMAX, BY_SIGMOID = 1, 2
+BY_SOFTMAX, BY_SIGMOID, BY_ROOT = 1, 2, 4
 """What GGUF files call the functions that routers score by."""
 KINDS_OF_MLPS = ("dense", "sparse")
 
@@ -33,7 +33,7 @@ class ExpertKeys:
     shared_size: str | None = None  # or one of another size, which each token weighs
     scale: str | None = None  # of weights
     groups: tuple[str, str] | None = None  # how many there are, and how many of them are looked at
-    scoring: Literal["softmax", "sigmoid"] = "softmax"  # see `MoESpec`
+    scoring: Literal["softmax", "sigmoid", "root softplus"] = "softmax"  # see `MoESpec`
     scoring_key: str | None = None  # what names it, and `scoring` is what GGUF files mean that say nothing
     selection_bias: bool = False  # see `MoESpec`
     norm_in_gguf: bool = False  # GGUF files say whether a token's weights are made 1 together
@@ -83,15 +83,17 @@ def mlps_from_gguf(
     count = read.integer(key("expert_count"), 0, least=0)
     if count == 0:
         return [dense] * layers
-    by_sigmoid = keys is not None and keys.scoring == "sigmoid"
+    by_sigmoid, by_root = (keys is not None and keys.scoring == kind for kind in ("sigmoid", "root softplus"))
     scale = read.number(key("expert_weights_scale"), 0.0, positive=False) or 1.0
-    says_norm = by_sigmoid or (keys is not None and keys.norm_in_gguf)
+    says_norm = by_sigmoid or by_root or (keys is not None and keys.norm_in_gguf)
     if scale != 1.0 and not says_norm:
         raise UnsupportedError(f"{read.where}: weights of experts times {scale:g}", "known: 1")
     either = keys is not None and keys.scoring_key is not None
-    known = (0, 1, 2) if either else (0, 2) if by_sigmoid else (0, 1, 3)  # nothing; softmax; sigmoid; softmax of the chosen ones
+    # Nothing; softmax; sigmoid; softmax of the chosen ones; root of a softplus.
+    known = (0, 1, 2) if either else (0, 2) if by_sigmoid else (0, 4) if by_root else (0, 1, 3)
     if (function := read.integer(key("expert_gating_func"), 0, least=0)) not in known:
-        name = "softmax or a sigmoid" if either else "sigmoid" if by_sigmoid else "softmax"
+        others = "root of a softplus" if by_root else "softmax"
+        name = "softmax or a sigmoid" if either else "sigmoid" if by_sigmoid else others
         raise UnsupportedError(f"{read.where}: experts that are not weighed by a {name}", f"known: {name}")
     groups = read.integer(key("expert_group_count"), 1)
     if groups > 1 and (keys is None or keys.groups is None):
@@ -230,8 +232,8 @@ def gguf_fields(spec: ModelSpec, keys: ExpertKeys | None) -> dict[str, float]:
         fields["leading_dense_block_count"] = [isinstance(block.mlp, MoESpec) for block in spec.blocks].index(True)
     if keys.groups is not None:
         fields |= {"expert_group_count": mixture.groups, "expert_group_used_count": mixture.groups_taken}
-    if mixture.scoring == "sigmoid":
-        fields["expert_gating_func"] = BY_SIGMOID
+    if mixture.scoring in (codes := {"sigmoid": BY_SIGMOID, "root softplus": BY_ROOT}):
+        fields["expert_gating_func"] = codes[mixture.scoring]
     elif keys.scoring_key is not None:
         fields["expert_gating_func"] = BY_SOFTMAX
     return fields

@@ -30,6 +30,7 @@ from nanovllm_cli.models.deepseek import (
     SARVAM_MLA,
     YOUTU,
 )
+from nanovllm_cli.models.deepseek4 import DEEPSEEK4
 from nanovllm_cli.models.dory import DORY
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
@@ -175,6 +176,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "DeepseekV2ForCausalLM": DEEPSEEK2,
     "DeepseekV3ForCausalLM": DEEPSEEK3,
     "DeepseekV32ForCausalLM": DEEPSEEK32,
+    "DeepseekV4ForCausalLM": DEEPSEEK4,
     "Qwen2AudioForConditionalGeneration": QWEN2_AUDIO,
     "Qwen2VLForConditionalGeneration": QWEN2_VL,
     "Qwen2_5_VLForConditionalGeneration": QWEN2_VL,

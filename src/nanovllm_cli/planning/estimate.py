@@ -232,5 +232,6 @@ def _attention(spec: ModelSpec, keys: float) -> float:
     """Operations of a token that sees so many keys: scores and weighted values."""
     seen = min(keys, spec.most_seen or keys)
     both = ((each, 2.0 * each.num_heads * (each.head_dim + each.found_dim)) for each in spec.attentions)
-    looks = sum(work * min(seen, each.window or seen) for each, work in both)
-    return looks + (sum(2.0 * each.index_products for each in spec.attentions) * keys if keys > seen else 0.0)
+    looks = sum(work * each.num_seen(seen) for each, work in both)
+    ranks = keys > seen or any(each.shared is not None for each in spec.attentions)
+    return looks + (sum(2.0 * each.index_products for each in spec.attentions) * keys if ranks else 0.0)

@@ -256,7 +256,12 @@ def _cache_rows(
     """Of the types that were asked for, or of those that there are. room: bytes beside the weights."""
     types = {(kind, kind): replace(config, kv_cache_dtype=kind) for kind in (CACHE_TYPES if spec.attentions else CACHE_TYPES[:1])}
     for names, settings in types.items() if config.cache_types == ("auto", "auto") else [(config.cache_types, config)]:
-        layout = select_platform(settings, None).backend(spec, dtype)
+        try:
+            layout = select_platform(settings, None).backend(spec, dtype)
+        except UnsupportedError:
+            if names == config.cache_types:  # it was asked for
+                raise
+            continue
         shown = [str(kept).removeprefix("torch.") if name == "auto" else name
                  for name, kept in zip(names, layout.cache_dtypes, strict=True)]  # fmt: skip
         for length in lengths:

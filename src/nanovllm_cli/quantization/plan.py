@@ -11,6 +11,7 @@ from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
+from nanovllm_cli.digest_spec import SharedSpec
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.mixer_spec import AttentionSpec, LatentSpec, PairSpec
 from nanovllm_cli.mlp_spec import MoESpec
@@ -336,6 +337,8 @@ def _parts(block: BlockSpec, kind: Kind) -> Iterator[str]:
         case AttentionSpec(latent=LatentSpec() as latent):
             mixer = (*(("q",) if latent.query_rank is None else ("q_a", "q_b")), "kv_a", "o")
             mixer = ("attention_gate", *mixer) if read.gated and not read.gates_in_queries else mixer
+        case AttentionSpec(shared=SharedSpec()):
+            mixer = ("q_a", "q_b", "k", "o")
         case _:
             only_keys = read.keys_are_values or read.values is not None
             kept = () if read.reads is not None else ("k",) if only_keys else ("k", "v")

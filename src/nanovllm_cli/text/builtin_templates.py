@@ -82,6 +82,26 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% else %}{{ 'ASSISTANT: ' + (message.content | trim) + eos_token + '\n' }}{% endif %}{% endfor %}"
         r"{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     ),
+    "deepseek-v4": (  # whose publisher brings code; it reasons where `thinking` is true, which stays beside calls
+        "{% set ns = namespace(asked=-1, calls=tools is defined and tools) %}{% for message in messages %}"
+        "{% if message.role in ('user', 'developer') %}{% set ns.asked = loop.index0 %}{% endif %}"
+        "{% if message.tool_calls %}{% set ns.calls = true %}{% endif %}{% endfor %}"
+        "{% set reasons = thinking is defined and thinking %}{{ bos_token }}{% for message in messages %}"
+        "{% set last = loop.previtem.role if loop.previtem else '' %}{% if message.role == 'system' %}{{ message.content }}"
+        "{% elif message.role in ('user', 'developer', 'tool') %}"
+        r"{{ '\n\n' if last in ('user', 'tool') and message.role != 'developer' else '<｜User｜>' }}"
+        "{{ '<tool_result>' + message.content + '</tool_result>' if message.role == 'tool' else message.content }}"
+        "{% elif message.role == 'assistant' %}{% if last in ('user', 'developer', 'tool') %}{{ '<｜Assistant｜>' }}"
+        "{% if reasons and (ns.calls or loop.index0 > ns.asked) %}{{ '<think>' + (message.reasoning_content or '') }}{% endif %}"
+        r"{{ '</think>' }}{% endif %}{{ message.content or '' }}{% if message.tool_calls %}{{ '\n\n<｜DSML｜tool_calls>\n' }}"
+        r"{% for call in message.tool_calls %}{{ '<｜DSML｜invoke name=\"' + call.function.name + '\">\n' }}"
+        "{% set given = call.function.arguments %}{% set given = {'arguments': given} if given is string else given %}"
+        r"{% for key, value in given.items() %}{{ '<｜DSML｜parameter name=\"' + key + '\" string=\"' }}"
+        r"{{ ('true\">' + value if value is string else 'false\">' + value | tojson) + '</｜DSML｜parameter>\n' }}{% endfor %}"
+        r"{{ '</｜DSML｜invoke>\n' }}{% endfor %}{{ '</｜DSML｜tool_calls>' }}{% endif %}{{ eos_token }}"
+        "{% else %}{{ raise_exception('this chat format has no such role') }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}{{ '<｜Assistant｜>' + ('<think>' if reasons else '</think>') }}{% endif %}"
+    ),
     "paligemma": (
         "{% if messages | length != 1 %}{{ raise_exception('this model answers one message, and no conversation') }}{% endif %}"
         "{% set content = messages[0].content %}{% if content is string %}{{ bos_token + content }}{% else %}"

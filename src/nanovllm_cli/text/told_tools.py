@@ -151,13 +151,18 @@ def _lfm2(calls: Sequence[_Call]) -> list[Piece]:
 
 
 def _as_python(call: _Call) -> str:
+    given = _given(call)
+    if given is None:
+        return f"{call.name}({call.arguments})"
+    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+
+
+def _given(call: _Call) -> dict[str, Any] | None:
     try:
         given = json.loads(call.arguments)
     except (ValueError, RecursionError):
-        given = None
-    if not isinstance(given, dict):
-        return f"{call.name}({call.arguments})"
-    return f"{call.name}({', '.join(f'{name}={value!r}' for name, value in given.items())})"
+        return None
+    return given if isinstance(given, dict) else None
 
 
 def _deepseek(before: str, between: str, after: str, separator: str) -> _Write:
@@ -167,6 +172,25 @@ def _deepseek(before: str, between: str, after: str, separator: str) -> _Write:
             pieces += [own((separator if place else "") + DEEPSEEK.call + before), callers(call.name)]
             pieces += [own(between), callers(call.arguments), own(after + DEEPSEEK.call_end)]
         return [*pieces, own(DEEPSEEK.end)]
+
+    return write
+
+
+def _tagged(mark: str, block: str) -> _Write:
+    """DeepSeek's from V3.2 on; see `tool_formats_tagged`."""
+
+    def write(calls: Sequence[_Call]) -> list[Piece]:
+        pieces = [own(f"<{mark}{block}>\n")]
+        for call in calls:
+            given = _given(call)
+            pieces += [own(f'<{mark}invoke name="'), callers(call.name), own('">\n')]
+            for key, value in ({"arguments": call.arguments} if given is None else given).items():
+                is_text = isinstance(value, str)
+                pieces += [own(f'<{mark}parameter name="'), callers(key), own(f'" string="{"true" if is_text else "false"}">')]
+                pieces.append(callers(value if is_text else json.dumps(value, ensure_ascii=False)))
+                pieces.append(own(f"</{mark}parameter>\n"))
+            pieces.append(own(f"</{mark}invoke>\n"))
+        return [*pieces, own(f"</{mark}{block}>")]
 
     return write
 
@@ -185,4 +209,6 @@ _WRITERS: dict[str, _Write] = {
     "internlm": _each_between("<|action_start|><|plugin|>\n", "<|action_end|>", "parameters"),
     "deepseek": _deepseek("", DEEPSEEK.name, "", ""),
     "deepseek_r1": _deepseek(f"function{DEEPSEEK.name}", "\n```json\n", "\n```", "\n"),
+    "deepseek_v32": _tagged("｜DSML｜", "function_calls"),
+    "deepseek_v4": _tagged("｜DSML｜", "tool_calls"),
 }

@@ -49,7 +49,8 @@ _COMPARED_ROWS = 1024
 _MOST_NOISE = 0.3
 """Of blocks, relative: what two bits a number lose."""
 
-_NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys((".kv_b.", ".k_b.", ".v_b."), "weights that are taken apart by head")
+_BY_HEAD = (".kv_b.", ".k_b.", ".v_b.", ".o_a.")
+_NOT_BESIDE = {".experts.": "experts"} | dict.fromkeys(_BY_HEAD, "weights that are taken apart by head")
 _NOT_CHOSEN = _NOT_BESIDE | {"head.weight": "the head"}
 _PARTS = ("model.language_model.", "language_model.model.", "language_model.", "model.text_model.")
 """Where a model that also sees has the one that writes text."""

@@ -241,6 +241,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "ax-k1": {"519b": "skt/A.X-K1"},
     "ax-k2": {"base": "skt/A.X-K2"},
     "deepseek-v3.2": {"685b": "deepseek-ai/DeepSeek-V3.2"},
+    "deepseek-v4": {"284b": "deepseek-ai/DeepSeek-V4-Flash", "1600b": "deepseek-ai/DeepSeek-V4-Pro"},
     "deepseek-moe": {"16b": "deepseek-ai/deepseek-moe-16b-chat"},
     "deepseek-v2-lite": {"16b": "deepseek-ai/DeepSeek-V2-Lite-Chat"},
     "youtu": {"2b": "tencent/Youtu-LLM-2B"},

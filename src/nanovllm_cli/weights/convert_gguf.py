@@ -21,6 +21,7 @@ from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.models.deepseek4 import window_rope
 from nanovllm_cli.models.experts import gguf_fields
 from nanovllm_cli.models.families import spec_from_gguf, text_config
 from nanovllm_cli.models.family import Family, GGUFField
@@ -76,8 +77,7 @@ _CARRIED = {
     "layer_rope_theta", "moe_topk", "num_shared_expert", "moe_layer_num_skipped", "use_mixed_mlp_moe", "use_cla",
     "cla_share_factor", "use_mla", "group_limited_greedy", "position_embedding_xdrope", "attention_head_dim", "norm_type",
     "use_rotary_pos_emb", "qk_norm", "post_norm", "use_qkv_bias", "score_function", "norm_head", "use_rmsnorm",
-    "moe_router_enable_expert_bias",
-    "moe_shared_expert_intermediate_size",
+    "moe_router_enable_expert_bias", "moe_shared_expert_intermediate_size", "compress_rates", "compress_ratios", "o_groups",
     "hybrid_override_pattern", "layers_block_type", "mamba_num_heads", "mamba_head_dim", "mamba_hidden_act", "n_groups",
     "ssm_state_size", "conv_kernel", "use_conv_bias", "use_bias", "expand", "mlp_hidden_act", "layer_norm_epsilon",
     "moe_latent_size", "mtp_num_hidden_layers", "num_nextn_predict_layers",
@@ -88,15 +88,13 @@ _CARRIED = {
     "classifier_pooling", "classifier_activation", "activation_sparsity_pattern", "altup_active_idx", "altup_correct_scale",
     "altup_num_inputs", "laurel_rank", "mamba_d_ssm", "mamba_rms_norm", "mamba_norm_before_gate", "projectors_bias",
     "lm_head_multiplier", "mlp_multipliers", "key_multiplier", "attention_out_multiplier", "attention_in_multiplier",
-    "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier",
-    "norm_epsilon", "rotary_pct", "use_parallel_residual", "qk_layernorm",
-    "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
+    "ssm_multipliers", "ssm_in_multiplier", "ssm_out_multiplier", "norm_epsilon", "rotary_pct", "use_parallel_residual",
+    "qk_layernorm", "scale_attn_weights", "scale_attn_by_inverse_layer_idx", "add_cross_attention", "n_ctx", "multi_query",
     "linear_attn_config", "linear_head_dim", "linear_num_heads", "model_max_length", "moe_renormalize",
     "num_expert_group", "num_experts_per_token", "moe_router_activation_func", "mla_use_nope",
-    "use_grouped_topk",
-    "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
+    "use_grouped_topk", "bias", "num_layers", "scale_emb", "scale_depth", "dim_model_base", "lm_head_bias",
     "num_heads", "state_size", "time_step_rank", "mixer_rms_eps", "mamba_dt_rank", "attn_layer_period", "attn_layer_offset",
-    "expert_layer_period", "expert_layer_offset",
+    "expert_layer_period", "expert_layer_offset", "compress_rate_csa", "compress_rate_hca", "num_hash_layers", "o_lora_rank",
     "router_scaling_factor", "moe_router_use_sigmoid", "gate_attn_act_mode", "headwise_attn_output_gate", "intermediate_size_mlp",
     "nope_on_global_attention", "moe_ffn_hidden_size", "moe_num_primary_experts", "moe_num_active_primary_experts",
     "moe_primary_router_apply_softmax", "moe_enable_early_router", "moe_enable_secondary_experts", "moe_layer_layout",
@@ -105,7 +103,7 @@ _CARRIED = {
     "H_cycles", "L_cycles", "num_layers_per_stack", "embedding_scale", "kda_lower_bound", "kda_safe_gate", "layer_group_size",
     "short_conv_kernel_size", "no_kda_lora", "gated_attention_proj_granularity_type", "expert_swiglu_limit_list",
     "share_expert_swiglu_limit_list", "hc_mult", "hc_eps", "hc_magnitude", "num_loops", "skip_loop_final_norm",
-    "embedding_dim",
+    "embedding_dim", "compress_rope_theta", "hc_sinkhorn_iters",
     "a_low_rank_dim", "v_low_rank_dim", "decay_low_rank_dim", "gate_low_rank_dim", "norm_first", "value_dim", "hidden_ratio",
     "prefix_dense_intermediate_size", "output_vocab_size", "qk_scale_factor", "output_multiplier", "post_norm_eps",
 }  # fmt: skip
@@ -187,7 +185,7 @@ def gguf_header(
     vocabulary = gguf_vocabulary(folder, spec.vocab_size, end_ids, config)
     header = builder.header() | {key: _typed(value) for key, value in vocabulary.fields.items()}
     _check(header, spec, family, names | tensors.keys(), tensors, sayable.spec)
-    windows = ["sliding_window"] if family.full_every is None and _windows(spec) else []
+    windows = ["sliding_window"] if family.full_every is None and _windows(spec) and attention_of(spec).shared is None else []
     unread = [*windows, *(f"rope {name}" for name in unusual_yarn(said))]
     is_said = "leading_dense_block_count" in keys or builder.arch in _SEES
     if spec.mixture is not None and spec.dense_mlp is not None and not is_said:
@@ -224,6 +222,8 @@ def _sayable_rope(spec: ModelSpec, family: Family, keys: Mapping[str, GGUFField]
     if not spec.attentions:
         return SayableRope(RopeSpec(0), [])
     attention = attention_of(spec)
+    if attention.shared is not None:  # what stretches positions of other layers is among the keys
+        return SayableRope(window_rope(spec), [])
     if attention.rope is not None:
         rope = replace(attention.rope, interleaved=family.interleaved_gguf)
         is_latent = attention.latent is not None
@@ -440,7 +440,7 @@ def _check(
     told = replace(spec, norm=norm)
     if (entry := spec.entry) is not None:
         told = replace(told, entry=replace(entry, positions=max(0, entry.positions - entry.first_position), first_position=0))
-    if usual is not None:
+    if usual is not None and attention_of(spec).shared is None:
         told = told.each_attention(lambda layer, a: replace(a, rope=rope) if a.rope == usual else a)
     lost = differences(told, found)
     if lost:

@@ -23,6 +23,7 @@ from nanovllm_cli.weights.checkpoint import Checkpoint, TensorInfo
 from nanovllm_cli.weights.gguf_writer import GGUFTensor
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.stacked import stack_of
+from nanovllm_cli.weights.tables import COUNTS
 from nanovllm_cli.weights.weight_reader import SLICE_BYTES
 from nanovllm_cli.weights.writer import TensorOut
 
@@ -53,7 +54,7 @@ _IN_FLOAT32 = (
     "_norm.weight", ".shortconv.conv.weight", ".ssm_conv1d.weight", ".ssm_conv1d_q.weight", ".ssm_conv1d_k.weight",
     ".ssm_conv1d_v.weight", ".ssm_alpha.weight", ".ssm_beta.weight", ".ssm_ba.weight",
     ".ffn_gate_inp.weight", ".ffn_gate_inp_shexp.weight", ".bias", ".ssm_a", ".ssm_d", "position_embd.weight",
-    "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
+    "_compressor_ape.weight", "hc_attn_fn.weight", "hc_ffn_fn.weight", "output_hc_fn.weight",
     "token_types.weight", ".altup_correct_coef.weight", ".altup_predict_coef.weight",
     ".time_mix_w1.weight", ".time_mix_w2.weight", ".time_mix_lerp_fused.weight",
 )  # fmt: skip
@@ -190,6 +191,8 @@ def _step_rows(step: Step, num_rows: int) -> int:
 
 
 def _as_type(rows: torch.Tensor, step: Step) -> torch.Tensor:
+    if step.after in COUNTS:
+        return rows.to(dtype_of(step.after))
     if step.after in _FLOATS:
         converted = rows.to(dtype_of(step.after))
         if bool((converted.isinf() & ~rows.isinf()).any()):
@@ -211,6 +214,8 @@ def gguf_type(name: str, shape: tuple[int, ...], before: str, outtype: str) -> s
     decides of states and of experts; matrices in `outtype`, embedding and
     head in float16 where that is a ternary type, and all in another type where their rows do not divide into its blocks. auto
     keeps what the input has."""
+    if before in COUNTS:
+        return "I32"
     if before not in _FLOATS and not is_blocks(before):
         raise UnsupportedError(
             f"tensor {name!r} holds {before}, which has no counterpart in GGUF", "take the original, unquantized model"

@@ -33,7 +33,7 @@ from nanovllm_cli.weights.files import some
 from nanovllm_cli.weights.heads import classifies
 from nanovllm_cli.weights.pooling import lacks_head, stores_head
 from nanovllm_cli.weights.stacked import unstacked
-from nanovllm_cli.weights.tables import STAYS, as_divided, view_of
+from nanovllm_cli.weights.tables import STAYS, as_divided, counts_in, view_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, family_of, left_aside, names_of, of_that_layer
 from nanovllm_cli.weights.weight_reader import WeightReader
 
@@ -151,12 +151,14 @@ DenseBytes = Callable[[int, int, torch.dtype], int]
 """What a matrix of so many rows and columns takes in a compute type: `Platform.dense_bytes`."""
 
 
-_BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}")
-"""Weights that are taken apart by head: whatever they are stored in, they are kept in the compute type (layers/latent.py)."""
+_BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}", "o_a")
+"""Weights that are taken apart by head, or by groups of them: whatever they are stored in, they are kept in the compute type
+(layers/latent.py, layers/shared_key.py)."""
 
 
 _IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a",
               "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right",
+              "router_table", *(f"{kind}_{part}" for kind in ("digest", "index") for part in ("k", "gate", "bias")),
               *(f"{half}_connection{part}" for half in ("attention", "mlp") for part in ("", ".down", ".up", ".inject")),
               "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
               "mlp_norm.gate_out", *(f"time_{part}{i}" for part in "wavg" for i in (1, 2)))  # fmt: skip
@@ -242,11 +244,13 @@ def load_weights(
     names = {ours: checkpoint_name(ours, table) for ours in slots}
     ignored = {table["head.weight"]} if model.spec.tied_head else set()
     _compare(checkpoint, reader, {names[ours]: slot.shape for ours, slot in slots.items()}, model.spec, ignored)
-    fill({ours: slot for ours, slot in slots.items() if not slot.stays}, names, reader, progress)
+    fill({ours: slot for ours, slot in slots.items() if not (slot.stays or slot.counts)}, names, reader, progress)
     whole = unstacked(checkpoint)
     for ours, slot in slots.items():
         if slot.stays:
             slot.load(view_of(whole, names[ours]), 0)
+        elif slot.counts:
+            slot.load(counts_in(whole, names[ours]), 0)
 
 
 def load_mtp(model: MTP, checkpoint: Checkpoint, reader: WeightReader, table: dict[str, str], progress: LoadProgress) -> None:

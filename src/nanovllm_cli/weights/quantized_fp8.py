@@ -2,6 +2,8 @@
 
     fp8             `weight_scale_inv`, a scale a block of 128 x 128 (DeepSeek V3, Qwen3-FP8), or `weight_scale`, one a tensor or
                     a row; activations are scaled as they come, or by `input_scale`
+                    beside them experts of DeepSeek-V4: bytes of two numbers of four bits (e2m1) with `weight_scale_inv`, a power
+                    of two (e8m0) for 32 numbers, which is MXFP4
     fbgemm_fp8      `weight_scale`, one a row; activations are scaled a token
 
 `weight_scale_inv` multiplies as `weight_scale` does; its name has another history. Which modules were left alone shows in the
@@ -18,12 +20,15 @@ import torch
 
 from nanovllm_cli.errors import UnsupportedError
 from nanovllm_cli.models.config_reader import ConfigReader
-from nanovllm_cli.quant.format import FP8_BLOCK, Fp8
+from nanovllm_cli.quant.format import FP8_BLOCK, Blocks, Fp8
 from nanovllm_cli.quant.rows import Fp8Rows
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.quantized_mxfp4 import BLOCK, MXFP4Weight
+from nanovllm_cli.weights.quantized_mxfp4 import SCALE_TYPES as POWERS
 from nanovllm_cli.weights.quantized_weight import FLOATS, Module, Part, QuantizedWeight, modules, those
 
 FP8_TYPES = ("F8_E4M3",)
+FP4_TYPES = ("I8", "U8")
 OTHER_FP8_TYPES = ("F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 SCALE_TYPES = (*FLOATS, "F8_E8M0")
 SUFFIXES = ("weight", "weight_scale", "weight_scale_inv", "input_scale", "activation_scale", "input_scale_ub")
@@ -74,7 +79,16 @@ def read_fp8(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, Quantize
         if is_fp8(module):
             suffix = "weight_scale_inv" if module.has("weight_scale_inv") or blocks else "weight_scale"
             weights[module.weight_name] = fp8_weight(module, suffix, blocks, activation)
+        elif module.has("weight_scale_inv") and module.has("weight") and module.any("weight").dtype_name in FP4_TYPES:
+            weights[module.weight_name] = _fp4_weight(module)
     return weights
+
+
+def _fp4_weight(module: Module) -> MXFP4Weight:
+    codes = module.matrix("weight", FP4_TYPES)
+    num_rows, width = codes.shape[0], 2 * codes.shape[1]
+    codes.check_width(Blocks("MXFP4"), width)
+    return MXFP4Weight((num_rows, width), codes, module.part("weight_scale_inv", POWERS, (num_rows, width // BLOCK)))
 
 
 def read_fbgemm(checkpoint: Checkpoint, config: ConfigReader) -> dict[str, QuantizedWeight]:

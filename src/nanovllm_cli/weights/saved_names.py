@@ -16,12 +16,17 @@
     Talkie       embed.weight, blocks.3.attn.…               model.embed.weight, model.blocks.3.attn.…
                  lm_head                                     lm_head.weight
 
-What is published is read as it is, but for Hy4, whose tensors have transformers' names here, which renames and saves others:
+What is published is read as it is, but for Hy4 and DeepSeek-V4, whose tensors have transformers' names here, which renames and
+saves others:
 
     Hy4          layers.0.hc_attn_layer.hc_pre.hc_fn         layers.0.attn_hc.fn; hc_base, hc_scale and hc_mlp_layer alike
                  hc_head.hc_head_fn                          hc_head.hc_fn
                  self_attn.learnable_sink_param              self_attn.sinks
                  self_attn.linear_gate.weight                self_attn.gate_proj.weight
+
+    DeepSeek-V4  layers.0.attn.wq_a.weight                   model.layers.0.self_attn.q_a_proj.weight; and so on, see _DEEPSEEK4;
+                 layers.0.attn.norm.weight                   self_attn.kv_norm.weight, which is published as kv_norm
+                 layers.0.attn.wq_a.scale                    self_attn.q_a_proj.weight_scale_inv, of each weight that has one
 
 Not covered: pickles.
 """
@@ -49,6 +54,22 @@ _HY4 = (
     (re.compile(r"\.learnable_sink_param$"), ".sinks"), (re.compile(r"\.linear_gate\."), ".gate_proj."),
 )  # fmt: skip
 """In this order; where a name has .hc_pre differs."""
+_DEEPSEEK4 = tuple((re.compile(pattern), other) for pattern, other in (
+    (r"^(?=layers\.|embed\.|norm\.|hc_head_)", "model."), (r"^model\.embed\.", "model.embed_tokens."),
+    (r"^head\.", "lm_head."), (r"^model\.hc_head_", "model.hc_head.hc_"),
+    (r"(\.\d+)\.attn\.", r"\1.self_attn."), (r"(\.\d+)\.ffn\.", r"\1.mlp."),
+    (r"(\.\d+)\.attn_norm\.", r"\1.input_layernorm."), (r"(\.\d+)\.ffn_norm\.", r"\1.post_attention_layernorm."),
+    (r"(\.\d+)\.hc_(attn|ffn)_", r"\1.\2_hc."), (r"\.attn_sink$", ".sinks"),
+    (r"\.self_attn\.indexer\.compressor\.", ".self_attn.compressor.indexer."),
+    (r"\.self_attn\.indexer\.weights_proj\.", ".self_attn.compressor.indexer.scorer.weights_proj."),
+    (r"\.self_attn\.indexer\.", ".self_attn.compressor.indexer."),
+    (r"(self_attn|compressor|indexer)\.norm\.", r"\1.kv_norm."), (r"\.ape$", ".position_bias"),
+    (r"\.w(q_[ab]|kv|gate|o_[ab])\.", r".\1_proj."), (r"\.self_attn\.q_norm\.", ".self_attn.q_a_norm."),
+    (r"\.mlp\.gate\.bias$", ".mlp.gate.e_score_correction_bias"),
+    (r"(experts(?:\.\d+)?)\.w1\.", r"\1.gate_proj."), (r"(experts(?:\.\d+)?)\.w2\.", r"\1.down_proj."),
+    (r"(experts(?:\.\d+)?)\.w3\.", r"\1.up_proj."),
+))  # fmt: skip
+"""In this order."""
 _QWEN4_KINDS = "qwen4_exp", "qwen4_exp_text"
 _LED = re.compile(r"(model\.layers\.\d+)\.mamba_decoder\.(.+)")
 _SHARED = re.compile(r"model\.layers\.(\d+)\.shared_transformer\..+")
@@ -59,7 +80,7 @@ _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lam
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
 """Of those stacks' layers: what is one tensor of what."""
-_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS)
+_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", "deepseek_v4", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS)
 _WHOLE_TABLE, _FIRST_SHARD = ".ngram_embedding.weight", ".ngram_embedding.shard_0.weight"
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
@@ -104,6 +125,9 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
         elif kind in _HY4_KINDS:
             if (other := _as_transformers_has_it(name)) != name:
                 renamed[other] = name
+        elif kind == "deepseek_v4":
+            if (other := _of_deepseek4(name, names)) != name:
+                renamed[other] = name
         elif kind == "kimi_linear" and (found := _DENSE.fullmatch(name)):
             renamed[f"{found[1]}.mlp.{found[2]}"] = name
         elif found := _NORM.fullmatch(name):
@@ -118,6 +142,18 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
 
 def _as_transformers_has_it(name: str) -> str:
     for pattern, other in _HY4:
+        name = pattern.sub(other, name)
+    return name
+
+
+def _of_deepseek4(name: str, names: set[str]) -> str:
+    """Layers that guess keep their names."""
+    if name.startswith("mtp."):
+        return name
+    module, _, last = name.rpartition(".")
+    if last == "scale" and f"{module}.weight" in names:
+        name = f"{module}.weight_scale_inv"
+    for pattern, other in _DEEPSEEK4:
         name = pattern.sub(other, name)
     return name
 

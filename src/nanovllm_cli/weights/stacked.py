@@ -137,7 +137,7 @@ def _inner_kind(config: _Config) -> Any:
 def _has_halves(config: _Config) -> bool:
     """Whether gate lies in front of up, and nothing is turned over, whatever the shapes are."""
     kinds = [config.get("model_type"), _inner_kind(config)]
-    known = ("qwen3_5", "qwen3_next", "qwen4_exp", "mistral4", "lara_mini", "hy_v4", "zaya")
+    known = ("qwen3_5", "qwen3_next", "qwen4_exp", "mistral4", "lara_mini", "hy_v4", "zaya", "deepseek_v4")
     return any(str(kind).startswith(known) for kind in kinds)
 
 

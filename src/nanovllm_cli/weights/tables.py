@@ -20,8 +20,9 @@ from nanovllm_cli.weights.mapped import DOWNLOAD_AGAIN
 from nanovllm_cli.weights.safetensors import DTYPES
 from nanovllm_cli.weights.tensor_names import names_of
 
+COUNTS = "I32", "I64"
 STAYS = "blocks.{i}.shards.{e}.weight"
-"""Our names of them."""
+"""Our names of tables that stay."""
 
 
 def as_divided(spec: ModelSpec, checkpoint: Checkpoint) -> ModelSpec:
@@ -59,3 +60,10 @@ def view_of(checkpoint: Checkpoint, name: str) -> torch.Tensor:
     if raw.data_ptr() % dtype.itemsize:
         raise CheckpointError(f"{checkpoint.path}: tensor {name!r} lies at an odd place in its file", DOWNLOAD_AGAIN)
     return raw.view(dtype).view(info.shape)
+
+
+def counts_in(checkpoint: Checkpoint, name: str) -> torch.Tensor:
+    """A tensor of whole numbers; CheckpointError for one of others."""
+    if (kind := checkpoint.info(name).dtype_name) not in COUNTS:
+        raise CheckpointError(f"{checkpoint.path}: tensor {name!r} holds {kind}, expected {' or '.join(COUNTS)}", DOWNLOAD_AGAIN)
+    return checkpoint.tensor(name)
