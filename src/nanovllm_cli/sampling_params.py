@@ -88,6 +88,7 @@ STRING_LISTS: dict[str, tuple[int, int]] = {
     "bad_words": (256, 256),
     "dry_sequence_breakers": (16, 40),
 }
+_LANGUAGES, _MOST_CHARS = ("source_language", "target_language"), 64
 # Field -> most ids.
 ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
@@ -110,13 +111,15 @@ _FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     **{name: name for name in ONLY_GGUF},
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    "length_penalty": "length_penalty",
 }
 
 _OTHER_NAMES = {
     "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
     "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "typical": "typical_p",
     "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "beam_width": "num_beams",
-    "top_logprobs": "logprobs",
+    "top_logprobs": "logprobs", "src_lang": "source_language", "tgt_lang": "target_language",
 }  # fmt: skip
 """What transformers, llama.cpp and OpenAI call fields."""
 _HABITS = {
@@ -164,6 +167,8 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     lora: which of the engine's adapters (`EngineConfig.lora_modules`) compute it: a name, a list of names, or a mapping of names
         to what each is multiplied by.
+    source_language, target_language: of a model that translates and is told so: of the prompt, and of the answer, by the model's
+        own code, another standard's or an English name ("deu_Latn", "de", "German").
     num_beams: from 2 on, answers are not drawn: of so many beginnings the likeliest are gone on with, token by token, and of the
         answers that they come to the `n` best are given, at once and in the order of their scores (`engine/beams.py`), as
         transformers' do_sample=False with num_beams does. length_penalty: a score is the sum of an answer's log-probabilities
@@ -240,6 +245,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     lora: Sequence[Lora] = ()
+    source_language: str | None = None
+    target_language: str | None = None
     num_beams: int = 1
     length_penalty: float = 1.0
     constraint: Constraint | None = None
@@ -278,6 +285,9 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", token_biases(self.logit_bias))
         self._set("lora", adapters(self.lora))
+        for name in _LANGUAGES:
+            if not isinstance(said := getattr(self, name), str | None) or (said is not None and not 0 < len(said) <= _MOST_CHARS):
+                raise refused(name, said, "a language's name or code")
         for name, kind in _PLAIN.items():
             if not isinstance(getattr(self, name), kind | None):
                 raise refused(name, getattr(self, name), f"a {kind.__name__}")
@@ -350,7 +360,8 @@ class SamplingParams:
     ) -> SamplingParams:
         """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
 
-        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here),
+        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, length_penalty, max_new_tokens and min_new_tokens
+        (max_tokens and min_tokens here, or as long as that),
         suppress_tokens (biases here, of those in the vocabulary), what GGUF files say besides, under its names here, and
         `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The rest is
         ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes its place.

@@ -149,6 +149,7 @@ def _family(name: str, kind: Kind) -> Family:
     parts = ("embed_tokens.", *(() if kind.positions == "learned" else ("embed_positions.",)))
     return Family(
         name,
+        has_encoder=True,
         layer_norm=True,
         shifted=True,
         ungated=_ACTIVATIONS,

@@ -1,0 +1,157 @@
+"""Vocabularies of models that translate or sum up, against transformers' own tokenizers of them, by tiny files of pieces; and
+languages by what they are called."""
+
+from __future__ import annotations
+
+import io
+import json
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
+from nanovllm_cli.text.languages import language_code
+from nanovllm_cli.text.tokenizer import Tokenizer
+
+transformers = pytest.importorskip("transformers")
+LETTERS = "abcdeäö"
+
+
+def words(seed: int, letters: str = LETTERS) -> list[str]:
+    generator = random.Random(seed)
+    return ["".join(generator.choices(letters, k=generator.randint(1, 7))) for _ in range(300)]
+
+
+def pieces(kind: str = "unigram", seed: int = 0, size: int = 180, **options: Any) -> bytes:
+    sentencepiece = pytest.importorskip("sentencepiece")
+    generator, own = random.Random(seed), words(seed)
+    buffer = io.BytesIO()
+    sentencepiece.SentencePieceTrainer.train(
+        sentence_iterator=(" ".join(generator.choices(own, k=12)) for _ in range(400)), model_writer=buffer, vocab_size=size,
+        hard_vocab_limit=False, model_type=kind, minloglevel=2, **options,
+    )  # fmt: skip
+    return buffer.getvalue()
+
+
+def listed(model: bytes) -> list[str]:
+    import sentencepiece
+
+    processor = sentencepiece.SentencePieceProcessor(model_proto=model)
+    return [processor.id_to_piece(i) for i in range(processor.get_piece_size())]
+
+
+def texts() -> list[str]:
+    generator, own = random.Random(1), words(0) + words(9)
+    found = ["", "a", "  a  b ", "abc xyz", "äö ab", "ß", "aßb ab", "zzz", "a\tb\nc", "Ａb ｃ", "a​b", "…", "e\u0308", "▁a", "漢字 ab"]
+    for _ in range(200):
+        found.append(" ".join(generator.choices(own, k=generator.randint(1, 9))))
+    return found
+
+
+def marian(folder: Path, kind: str = "unigram", **config: Any) -> Path:
+    """Some pieces have no id, in others' place there are some of the other side's."""
+    source, target = pieces(kind), pieces(kind, 5)
+    own = [piece for piece in listed(source)[3:] if len(piece) < 3 or hash_of(piece) % 7]
+    others = [piece for piece in listed(target)[3:] if piece not in listed(source)]
+    generator = random.Random(2)
+    both = [*own, *others, "ß", "▁xyz"]
+    generator.shuffle(both)
+    vocab = {token: i for i, token in enumerate(["</s>", "<unk>", *both, ">>deu<<", ">>pt_br<<", "<pad>"])}
+    (folder / "source.spm").write_bytes(source)
+    (folder / "target.spm").write_bytes(target)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "MarianTokenizer", **config}))
+    return folder
+
+
+def hash_of(piece: str) -> int:
+    return sum(map(ord, piece))
+
+
+def m2m100(folder: Path) -> Path:
+    model = pieces("bpe")
+    own = [piece for piece in listed(model)[3:] if len(piece) < 3 or hash_of(piece) % 7]
+    random.Random(2).shuffle(own)
+    vocab = {token: i for i, token in enumerate(["<s>", "<pad>", "</s>", "<unk>", *own, "madeup"])}
+    (folder / "sentencepiece.bpe.model").write_bytes(model)
+    (folder / "vocab.json").write_text(json.dumps(vocab))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "M2M100Tokenizer"}))
+    return folder
+
+
+@pytest.mark.parametrize("kind", ["unigram", "bpe"])
+def test_marians_texts_are_cut_as_transformers_cuts_them(kind: str, tmp_path: Path) -> None:
+    theirs, ours = transformers.MarianTokenizer.from_pretrained(marian(tmp_path, kind)), Tokenizer.from_folder(tmp_path)
+    some_unknown = 0
+    for text in [*texts(), ">>deu<< abc ab", ">>pt_br<<a", "a</s>b"]:
+        wanted = theirs(text)["input_ids"]
+        assert ours.encode(text) == wanted, text
+        some_unknown += theirs.unk_token_id in wanted
+        if not text.startswith(">>") and theirs.unk_token_id not in wanted:
+            assert ours.decode(wanted).strip() == theirs.decode(wanted, skip_special_tokens=True).strip()
+    assert some_unknown > 10
+    assert ours.vocab_size == len(theirs.encoder)
+    assert ours.languages is not None
+    assert set(ours.languages.codes) == {"deu", "pt_br"}
+
+
+def test_m2m100s_texts_are_cut_as_transformers_cuts_them(tmp_path: Path) -> None:
+    theirs, ours = transformers.M2M100Tokenizer.from_pretrained(m2m100(tmp_path)), Tokenizer.from_folder(tmp_path)
+    for text in texts():
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+    assert ours.languages is not None
+    assert ours.languages.codes == theirs.lang_code_to_id
+    assert ours.vocab_size == len(theirs.encoder) + 100
+
+
+def fairseq(folder: Path, kind: str, **config: Any) -> Path:
+    """As published: pieces whose first three are what fairseq has others for."""
+    (folder / "sentencepiece.bpe.model").write_bytes(pieces())
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": kind, **config}))
+    return folder
+
+
+def pegasus(folder: Path) -> Path:
+    (folder / "spiece.model").write_bytes(pieces(pad_id=0, eos_id=1, unk_id=2, bos_id=-1))
+    (folder / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PegasusTokenizer"}))
+    return folder
+
+
+def by_sentencepiece(folder: Path, kind: str, text: str, theirs: list[int]) -> list[int]:
+    """Its pieces by their ids in the model, between what transformers has around them."""
+    import sentencepiece
+
+    name, first, own = ("spiece.model", 103, 0) if kind == "PegasusTokenizer" else ("sentencepiece.bpe.model", 1, 1)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(folder / name))
+    before, after = {"PegasusTokenizer": (0, 1), "MBartTokenizer": (0, 2), "MBart50Tokenizer": (1, 1)}[kind]
+    found = [3 if own and i == processor.unk_id() else i + first for i in processor.encode(text)]
+    return [*theirs[:before], *found, *theirs[len(theirs) - after :]]
+
+
+@pytest.mark.parametrize("kind", ["MBartTokenizer", "MBart50Tokenizer", "PegasusTokenizer"])
+@pytest.mark.parametrize("saved", [False, True])
+def test_others_texts_are_cut_as_transformers_cuts_them(kind: str, saved: bool, tmp_path: Path) -> None:
+    """By pieces alone, as SentencePiece cuts them, and by the tokenizer.json that transformers makes of them, which leaves spaces at
+    an end there."""
+    folder = pegasus(tmp_path) if kind == "PegasusTokenizer" else fairseq(tmp_path, kind)
+    theirs = getattr(transformers, kind).from_pretrained(folder)
+    if saved:
+        folder = tmp_path / "saved"
+        theirs.save_pretrained(folder)
+    ours = Tokenizer.from_folder(folder)
+    for text in texts():
+        own = theirs(text)["input_ids"]
+        assert ours.encode(text) == (own if saved else by_sentencepiece(folder, kind, text, own)), text
+    assert ours.vocab_size == len(theirs)
+    if kind == "PegasusTokenizer":
+        assert ours.languages is None
+        return
+    assert ours.languages is not None
+    for code in ("de_DE", "zh_CN", *(["gl_ES"] if "50" in kind else [])):
+        assert ours.languages.codes[code] == theirs.convert_tokens_to_ids(code)
+        theirs.src_lang = code
+        wanted = theirs("ab cde")["input_ids"]
+        assert ours.languages.source != "none"
+        assert ours.languages.placed(ours.encode("ab cde"), ours.languages.codes[code], ours.languages.source) == wanted
