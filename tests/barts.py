@@ -38,6 +38,11 @@ def bart(kind: str, dtype: torch.dtype = torch.float32) -> Any:
     name, changes = KINDS[kind]
     config = getattr(transformers, f"{name}Config")(**SHAPE | changes)
     model = random_model(config, 1, dtype, transformers.AutoModelForSeq2SeqLM)
+    for part, weight in model.named_parameters():  # whose norms, or one token, would else decide it all
+        if part.endswith("bias"):
+            weight.data *= 0.2
+        elif weight.dim() > 1 and "embed" not in part and "shared" not in part:
+            weight.data *= 1.7
     for half in (model.model.encoder, model.model.decoder):
         if hasattr(half.embed_positions, "create_weight"):
             half.embed_positions.weight = torch.nn.Parameter(half.embed_positions.create_weight().to(dtype))

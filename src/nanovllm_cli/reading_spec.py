@@ -35,7 +35,7 @@ class TextTower:
 
 @dataclass(frozen=True, slots=True)
 class LanguageTokens:
-    """What tells a model languages. tokens: by code, as its vocabulary has these. source: where in what is read the language of it
+    """What tells a model languages. tokens: by code, as its vocabulary has these. source: where in what is read its language
     stands, "none": nowhere. target: where that of what is written stands: "read": in front of what is read; "begun": behind what
     the decoder begins with; "instead": in the place of that."""
 

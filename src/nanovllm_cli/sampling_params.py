@@ -70,6 +70,7 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_SEQUENCES),
     "num_beams": (1, MAX_BEAMS),
     "min_tokens": (0, MAX_TOKENS),
+    "no_repeat_ngram_size": (0, 64),
     "max_repeats": (0, MAX_TOKENS),
     "max_repeat_size": (1, MAX_REPEAT_SIZE),
     "min_repeat_size": (1, MAX_REPEAT_SIZE),
@@ -94,10 +95,10 @@ ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
 NOT_WITH_BEAMS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "xtc_probability", "mirostat",
-    "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop", "max_repeats",
+    "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "stop", "max_repeats",
     "prompt_logprobs", "constraint",
 )  # fmt: skip
-"""Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities."""
+"""Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities, of what is not banned."""
 ONLY_GGUF = (
     "penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers",
 )  # fmt: skip
@@ -112,7 +113,7 @@ _FROM_GENERATION_CONFIG = {
     **{name: name for name in ONLY_GGUF},
     "max_new_tokens": "max_tokens",
     "min_new_tokens": "min_tokens",
-    "length_penalty": "length_penalty",
+    **{name: name for name in ("length_penalty", "no_repeat_ngram_size")},
 }
 
 _OTHER_NAMES = {
@@ -155,6 +156,8 @@ class SamplingParams:
     seed: 0 to 2**64 - 1; None and -1 (stored as None) let the engine draw one.
     n: answers to this prompt, each with a seed of its own.
     min_tokens: end and stop ids are banned until so many tokens are out.
+    no_repeat_ngram_size: a token is banned that would complete so many in a row which are there already, in the prompt (which an
+        encoder's is no part of) or the answer; 0 bans none (transformers).
     max_tokens: longest answer; None goes as far as the context does.
     stop: strings that end the answer. include_stop_str_in_output: leave the string in the text.
     stop_token_ids: ids that end the answer.
@@ -172,7 +175,8 @@ class SamplingParams:
     num_beams: from 2 on, answers are not drawn: of so many beginnings the likeliest are gone on with, token by token, and of the
         answers that they come to the `n` best are given, at once and in the order of their scores (`engine/beams.py`), as
         transformers' do_sample=False with num_beams does. length_penalty: a score is the sum of an answer's log-probabilities
-        over its length to this power. What changes logits, and what cuts answers short, has no part in it.
+        over its length to this power. What changes logits, but for min_tokens and no_repeat_ngram_size, and
+        what cuts answers short, has no part in it.
     constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it. transcript:
         that it is a Whisper's, with or without times.
 
@@ -233,6 +237,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     min_tokens: int = 0
+    no_repeat_ngram_size: int = 0
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -360,8 +365,8 @@ class SamplingParams:
     ) -> SamplingParams:
         """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
 
-        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, length_penalty, max_new_tokens and min_new_tokens
-        (max_tokens and min_tokens here, or as long as that),
+        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, length_penalty, no_repeat_ngram_size,
+        max_new_tokens and min_new_tokens (max_tokens and min_tokens here),
         suppress_tokens (biases here, of those in the vocabulary), what GGUF files say besides, under its names here, and
         `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The rest is
         ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes its place.

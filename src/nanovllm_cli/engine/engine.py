@@ -336,7 +336,7 @@ class Engine:
         if params.num_beams > 1:
             for sequence in request.sequences:
                 sequence.status = Status.FINISHED  # in their place those of a search are scheduled
-            live.search = Searching(request, self._scheduler, self._seq_ids)
+            live.search = Searching(request, self._scheduler, self._seq_ids, self._vocab_size)
         elif request.prepared is None:
             self._scheduler.add(request)
         else:

@@ -1,9 +1,9 @@
-"""BART (Lewis et al. 2020) and what is built like it: mBART (Liu et al. 2020), Marian (Junczys-Dowmunt et al. 2018; OPUS-MT), M2M100
-(Fan et al. 2021) and NLLB-200, Pegasus (Zhang et al. 2020), Blenderbot (Roller et al. 2021). An encoder reads a text, and a decoder
-of layers like Whisper's attends to that and writes: what it means in another language, or in short.
+"""BART (Lewis et al. 2020) and what is built like it: mBART (Liu et al. 2020), Marian (Junczys-Dowmunt et al. 2018; OPUS-MT),
+M2M100 (Fan et al. 2021) and NLLB-200, Pegasus (Zhang et al. 2020), Blenderbot (Roller et al. 2021). An encoder reads a text, and
+a decoder of layers like Whisper's attends to that and writes: what it means in another language, or in short.
 
-They differ in what KINDS says, which configs don't: where norms are, and what positions are. Logits have a bias of their own, which
-is no part of the head in their files. llama.cpp has none of them.
+They differ in what KINDS says, which configs don't: where norms are, and what positions are. Logits have a bias of their own,
+which is no part of the head in their files. llama.cpp has none of them.
 
 Not covered: Marian with a vocabulary for each side, heads that classify, and encoders or decoders alone.
 """

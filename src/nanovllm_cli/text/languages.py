@@ -1,5 +1,5 @@
-"""Languages that a model translates between, by what somebody calls them: the code of its own vocabulary ("deu_Latn", "de_DE", "de"),
-another standard's (ISO 639-1 and 639-3), with or without a region, or an English name.
+"""Languages that a model translates between, by what somebody calls them: the code of its own vocabulary ("deu_Latn", "de_DE",
+"de"), another standard's (ISO 639-1 and 639-3), with or without a region, or an English name.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ _THREE: Mapping[str, str] = {
     "xh": "xho", "yi": "ydd", "yo": "yor", "zh": "zho", "zu": "zul",
 }  # fmt: skip
 """ISO 639-1 -> 639-3; of a group of languages the one that FLORES-200 has."""
-_ALSO = {"cmn": "zho", "ara": "arb", "aze": "azj", "est": "est", "fas": "pes", "lav": "lvs", "mlg": "plt", "mon": "khk", "msa": "zsm",
+_ALSO = {"cmn": "zho", "ara": "arb", "aze": "azj", "fas": "pes", "lav": "lvs", "mlg": "plt", "mon": "khk", "msa": "zsm",
          "nep": "npi", "nor": "nob", "ori": "ory", "orm": "gaz", "pus": "pbt", "sqi": "als", "swa": "swh", "uzb": "uzn",
          "yid": "ydd", "kur": "kmr", "ekk": "est", "iw": "heb", "fil": "tgl"}  # fmt: skip
 """What groups are called in ISO 639-3, and older codes."""
@@ -56,7 +56,8 @@ def language_code(given: str, known: Collection[str]) -> str:
 def _same(stem: str) -> set[str]:
     """All codes of one language."""
     three = _THREE.get(stem) or _ALSO.get(stem) or stem
-    return {stem, three, *(two for two, own in _THREE.items() if own == three), *(old for old, own in _ALSO.items() if own == three)}
+    others = (code for table in (_THREE, _ALSO) for code, own in table.items() if own == three)
+    return {stem, three, *others}
 
 
 def _near(word: str, written: Mapping[str, str]) -> str:

@@ -1,7 +1,7 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
-Tried in this order: `tokenizer.json`; `tokenizer.model` or `spiece.model` (SentencePiece); `tekken.json` (Mistral's); `source.spm`
-with `vocab.json` (Marian's); `sentencepiece.bpe.model` (fairseq's); `vocab.json` with `merges.txt` (byte-level BPE);
+Tried in this order: `tokenizer.json`; `tokenizer.model` or `spiece.model` (SentencePiece); `tekken.json` (Mistral's);
+`source.spm` with `vocab.json` (Marian's); `sentencepiece.bpe.model` (fairseq's); `vocab.json` with `merges.txt` (byte-level BPE);
 `tiktoken.model` (Moonshot's); `rwkv_vocab_v20230424.txt`. Beside them: `tokenizer_config.json`,
 `special_tokens_map.json`, `added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken
 raises CheckpointError with the file's name.
