@@ -254,8 +254,8 @@ def test_an_adapter_of_both_halves(quant: str | None, folders: dict[str, Path], 
     }
     tensors = {}
     for name, weight in weights.items():
-        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator) * 0.3
-        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator) * 0.3
+        tensors[f"base_model.model.{name}.lora_A.weight"] = torch.randn(2, weight.shape[1], generator=generator) * 0.6
+        tensors[f"base_model.model.{name}.lora_B.weight"] = torch.randn(weight.shape[0], 2, generator=generator) * 0.6
     save_file(tensors, tmp_path / "adapter_model.safetensors")
     (tmp_path / "adapter_config.json").write_text(json.dumps({"peft_type": "LORA", "r": 2, "lora_alpha": 2}))
     worker = worker_for(folders["bart"], dtype="float32", num_blocks=32, lora=(Lora(str(tmp_path), 1.0),), quant=quant)
@@ -270,7 +270,7 @@ def test_an_adapter_of_both_halves(quant: str | None, folders: dict[str, Path], 
         wanted = expected("bart", source, ids)[:-1].gather(1, torch.tensor(ids)[:, None])[:, 0]
         for name, weight in weights.items():
             weight.copy_(before[name])
-    near = 1e-4 if quant is None else 0.2
+    near = 1e-4 if quant is None else 0.5
     torch.testing.assert_close(found, wanted, rtol=0, atol=near)
     assert (found - unchanged).abs().max() > 2 * near
 

@@ -154,3 +154,86 @@ def test_others_texts_are_cut_as_transformers_cuts_them(kind: str, saved: bool, 
         wanted = theirs("ab cde")["input_ids"]
         assert ours.languages.source != "none"
         assert ours.languages.placed(ours.encode("ab cde"), ours.languages.codes[code], ours.languages.source) == wanted
+
+
+FLORES = ("ace_Latn", "arb_Arab", "deu_Latn", "eng_Latn", "fra_Latn", "nob_Latn", "pes_Arab", "zho_Hans", "zho_Hant", "yue_Hant")
+OTHERS = ("de", "en", "fr", "no", "zh", "tl", "pt_br", "pt_PT")
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "wanted"),
+    [
+        ("deu_Latn", FLORES, "deu_Latn"), ("DEU_latn", FLORES, "deu_Latn"), ("de", FLORES, "deu_Latn"),
+        ("de-AT", FLORES, "deu_Latn"), ("German", FLORES, "deu_Latn"), (" german ", FLORES, "deu_Latn"),
+        ("deu", FLORES, "deu_Latn"), ("no", FLORES, "nob_Latn"), ("fas", FLORES, "pes_Arab"), ("ar", FLORES, "arb_Arab"),
+        ("zh-Hans", FLORES, "zho_Hans"), ("cmn_hant", FLORES, "zho_Hant"), ("cantonese", FLORES, "yue_Hant"),
+        ("deu", OTHERS, "de"), ("deu_Latn", OTHERS, "de"), ("nob", OTHERS, "no"), ("fil", OTHERS, "tl"),
+        ("pt-BR", OTHERS, "pt_br"),
+    ],
+)  # fmt: skip
+def test_languages_have_many_names(given: str, known: tuple[str, ...], wanted: str) -> None:
+    assert language_code(given, known) == wanted
+
+
+@pytest.mark.parametrize(
+    ("given", "known", "said", "hint"),
+    [
+        ("zh", FLORES, "in several ways", "zho_Hans, zho_Hant"), ("portuguese", OTHERS, "in several ways", "pt_br, pt_PT"),
+        ("germann", FLORES, "does not know", "german (deu_Latn)"), ("deu_Latm", FLORES, "does not know", "deu_Latn"),
+        ("es", FLORES, "does not know", ""), ("", FLORES, "does not know", ""), ("x" * 999, OTHERS, "does not know", "known are"),
+    ],
+)  # fmt: skip
+def test_words_that_are_no_language_are_refused_with_those_that_are_near(
+    given: str, known: tuple[str, ...], said: str, hint: str
+) -> None:
+    with pytest.raises(UsageError, match=said) as error:
+        language_code(given, known)
+    assert hint in str(error.value.hint)
+    assert len(error.value.message) < 120
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "error", "said"),
+    [
+        ("vocab.json", "[]", CheckpointError, "not a JSON object"),
+        ("vocab.json", '{"</s>": 0, "<unk>": 2}', CheckpointError, "not the numbers from 0 on"),
+        ("vocab.json", '{"</s>": 0, "<unk>": "1"}', CheckpointError, "not the numbers from 0 on"),
+        ("vocab.json", '{"</s>": 0, "a": 1}', CheckpointError, "no <unk>"),
+        ("vocab.json", '{"<unk>": 0, "a": 1}', CheckpointError, "no </s>"),
+        ("tokenizer_config.json", '{"separate_vocabs": true}', UnsupportedError, "for each side"),
+        ("source.spm", "no pieces", CheckpointError, ""),
+    ],
+)  # fmt: skip
+def test_files_that_make_no_sense_are_refused(
+    name: str, content: str, error: type[Exception], said: str, tmp_path: Path
+) -> None:
+    (marian(tmp_path) / name).write_text(content)
+    with pytest.raises(error, match=said):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_a_pegasus_and_its_kin_that_make_no_sense_are_refused(tmp_path: Path) -> None:
+    told = {"tokenizer_class": "PegasusTokenizer", "offset": 10**9}
+    (pegasus(tmp_path) / "tokenizer_config.json").write_text(json.dumps(told))
+    with pytest.raises(CheckpointError, match="offset"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "spiece.model").write_bytes(pieces())
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps({"tokenizer_class": "PegasusTokenizer"}))
+    with pytest.raises(CheckpointError, match="third piece"):
+        Tokenizer.from_folder(tmp_path)
+
+
+def test_nllbs_languages_stand_where_it_was_trained_to_have_them(tmp_path: Path) -> None:
+    """In front of a text, or behind it where the file asks for how it once was."""
+    (tmp_path / "sentencepiece.bpe.model").write_bytes(pieces("bpe"))
+    codes = ["eng_Latn", "deu_Latn", "zho_Hans"]
+    for legacy in (False, True):
+        config = {"tokenizer_class": "NllbTokenizer", "additional_special_tokens": codes, "legacy_behaviour": legacy}
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(config))
+        ours = Tokenizer.from_folder(tmp_path)
+        assert ours.languages is not None
+        assert set(ours.languages.codes) == set(codes)
+        ids, english = ours.encode("ab cde"), ours.languages.codes["eng_Latn"]
+        text = ours.encode("ab cde", add_special_tokens=False)
+        assert ids == ([*text, ours.eos_id, english] if legacy else [english, *text, ours.eos_id])
+        assert (ours.languages.source, ours.languages.target) == ("last" if legacy else "first", "begun")

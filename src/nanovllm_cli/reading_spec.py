@@ -72,7 +72,7 @@ class ReadingSpec:
 
     def num_tokens(self, num_read: int) -> int:
         """Of a prompt for a text of so many."""
-        return lead_of(num_read) + len(self.begins) + (not self.tells_target and self._adds)
+        return lead_of(num_read) + len(self.begins) + self.needs_target
 
     @staticmethod
     def num_begun(prompt: Sequence[int], images: Sequence[PlacedImage]) -> int:
@@ -80,8 +80,9 @@ class ReadingSpec:
         return len(prompt) - images[0].end
 
     @property
-    def _adds(self) -> bool:
-        return self.languages is not None and self.languages.target == "begun"
+    def needs_target(self) -> bool:
+        """Whether each request has to say into which language it is to be translated."""
+        return self.languages is not None and self.languages.target == "begun" and not self.tells_target
 
     def prompt(self, ids: Sequence[int], source: int | None = None, target: int | None = None) -> TokenIds:
         """For a text of these tokens. source, target: tokens of its language, and of that of the answer, where they are told."""

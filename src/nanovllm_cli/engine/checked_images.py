@@ -97,7 +97,7 @@ def _languages(reading: ReadingSpec | None, params: SamplingParams) -> tuple[int
         return None, None
     if params.source_language is not None and known.source == "none":
         raise UsageError("source_language has no meaning: this model is told only into which it translates", "leave it out")
-    if params.target_language is None and known.target == "begun" and not reading.tells_target:
+    if params.target_language is None and reading.needs_target:
         told = f"this model translates into {len(known.tokens)} languages, and nothing says into which"
         raise UsageError(told, "target_language, or --target-language, names one: de, German, deu_Latn")
     codes = known.codes

@@ -31,7 +31,8 @@ _ALSO = {"cmn": "zho", "ara": "arb", "aze": "azj", "fas": "pes", "lav": "lvs", "
          "nep": "npi", "nor": "nob", "ori": "ory", "orm": "gaz", "pus": "pbt", "sqi": "als", "swa": "swh", "uzb": "uzn",
          "yid": "ydd", "kur": "kmr", "ekk": "est", "iw": "heb", "fil": "tgl"}  # fmt: skip
 """What groups are called in ISO 639-3, and older codes."""
-_MOST_TOLD = 12
+_MOST_TOLD, _SCRIPT = 12, 4
+"""Codes in an error, and letters of a script's (ISO 15924): one that a model has not is another language, a region is not."""
 
 
 def language_code(given: str, known: Collection[str]) -> str:
@@ -45,7 +46,12 @@ def language_code(given: str, known: Collection[str]) -> str:
     for other in sorted(same):
         if rest and f"{other}_{rest}" in written:
             return written[f"{other}_{rest}"]
-    found = sorted(code for lower, code in written.items() if not same.isdisjoint(_same(lower.partition("_")[0])))
+    found = []
+    for lower, code in sorted(written.items()):
+        own, _, script = lower.partition("_")
+        is_another = len(rest) == len(script) == _SCRIPT
+        if not is_another and not same.isdisjoint(_same(own)):
+            found.append(code)
     if len(found) == 1:
         return found[0]
     if found:
