@@ -26,6 +26,8 @@ from nanovllm_cli.errors import (
     UnsupportedError,
     UsageError,
 )
+from nanovllm_cli.models.families import spec_from_hf
+from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.loader import read_spec
@@ -71,6 +73,18 @@ def told(folder: Path, to: Path, *, config: dict[str, Any] | None = None, genera
         if more is not None:
             (to / name).write_text(json.dumps(json.loads((to / name).read_text()) | more))
     return to
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_configs_leave_out_is_as_in_transformers(kind: str) -> None:
+    import transformers
+
+    name = KINDS[kind][0]
+    config = getattr(transformers, f"{name}Config")().to_dict()
+    architecture = "MarianMTModel" if name == "Marian" else f"{name}ForConditionalGeneration"
+    family = hf_family({"architectures": [architecture]})
+    whole = spec_from_hf(config | {"architectures": [architecture]}, family)
+    assert spec_from_hf({"architectures": [architecture], "dtype": config.get("dtype")}, family) == whole
 
 
 @pytest.mark.parametrize("kind", ["bart", "m2m100"])
