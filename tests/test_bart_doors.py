@@ -19,6 +19,7 @@ from engines import random_model, save
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
+from nanovllm_cli.weights.files import choose
 from test_bad_checkpoints import Doors
 from test_bad_checkpoints import doors as doors
 from test_translators import fairseq, m2m100, marian
@@ -155,10 +156,44 @@ def test_run_and_batch_translate(folders: dict[str, Path], doors: Doors, tmp_pat
     code, out, err = doors.command("run", folder, "--batch", str(tmp_path / "in.jsonl"), *options)
     assert code == 0, err
     assert [json.loads(line)["answers"][0]["text"].strip() for line in out.splitlines()] == wanted
+    lines = [{"prompt": TEXTS[0]}, {"prompt": TEXTS[0], "target_language": "Polish", "source_language": "en"}]
+    (tmp_path / "own.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    code, out, err = doors.command("run", folder, "--batch", str(tmp_path / "own.jsonl"), *options)
+    assert code == 0, err
+    of_its_own = told(folders["m2m100"], TEXTS[0], "en", "pl")
+    assert [json.loads(line)["answers"][0]["text"].strip() for line in out.splitlines()] == [wanted[0], of_its_own]
     code, _, err = doors.command("run", folder, "abc", *ARGS)
     assert (code, "--target-language" in err) == (2, True)
     code, _, err = doors.command("run", folder, "abc", "--target-language", "germann", *ARGS)
     assert (code, "german (de)" in err) == (2, True)
+
+
+@pytest.mark.parametrize("options", [("-tp", "2"), ("--speculate", "3"), ("--quant", "int8"), ("--beams", "3")])
+def test_other_ways_to_compute_it(options: tuple[str, ...], folders: dict[str, Path], doors: Doors) -> None:
+    """Of this model all of them say the same, a search apart, which is held against transformers elsewhere."""
+    code, out, err = doors.command("run", str(folders["m2m100"]), TEXTS[1], "--target-language", "de", *options, *ARGS)
+    assert code == 0, err
+    assert out.strip() == told(folders["m2m100"], TEXTS[1], None, "de") or "--beams" in options
+
+
+@pytest.mark.parametrize("kind", ["bart", "m2m100"])
+def test_what_is_quantized_is_read_again(kind: str, folders: dict[str, Path], doors: Doors, tmp_path: Path) -> None:
+    """Vocabulary, biases of logits and positions come along."""
+    folder = folders[kind] if kind in folders else bart_folder(tmp_path / "model")
+    code, _, err = doors.command("quantize", str(folder), "--to", "int8", "-o", str(tmp_path / "out"), "--no-verify")
+    assert code == 0, err
+    params = SamplingParams(target_language="de" if kind == "m2m100" else None, logprobs=0, **GREEDY)
+    found = []
+    for path in (folder, tmp_path / "out"):
+        with LLM(path, threads=2, num_blocks=64, dtype="float32") as llm:
+            (output,) = llm.generate(TEXTS[1], params)
+            found.append([each.logprob for each in output.outputs[0].logprobs or ()])
+    assert found[0] != found[1] == pytest.approx(found[0], abs=0.1)
+
+
+def test_files_of_such_a_vocabulary_are_downloaded() -> None:
+    for name in ("source.spm", "sentencepiece.bpe.model", "vocab.json"):
+        assert name in choose(["config.json", "model.safetensors", name, "target.spm"], "a/b").files
 
 
 def test_it_is_shown_and_planned(folders: dict[str, Path], doors: Doors) -> None:
