@@ -188,7 +188,7 @@ def test_what_is_quantized_is_read_again(kind: str, folders: dict[str, Path], do
         with LLM(path, threads=2, num_blocks=64, dtype="float32") as llm:
             (output,) = llm.generate(TEXTS[1], params)
             found.append([each.logprob for each in output.outputs[0].logprobs or ()])
-    assert found[0] != found[1] == pytest.approx(found[0], abs=0.1)
+    assert found[0] != found[1] == pytest.approx(found[0], abs=0.2)
 
 
 def test_files_of_such_a_vocabulary_are_downloaded() -> None:
@@ -260,3 +260,5 @@ def test_a_server_translates(live: LiveServer, folders: dict[str, Path]) -> None
     assert (refused.status_code, "germann" in refused.text) == (400, True), refused.text
     refused = httpx.post(f"{live.base_url}/completions", json=asked | {"target_language": "d" * 900}, timeout=60)
     assert refused.status_code in (400, 422)
+    long = httpx.post(f"{live.base_url}/completions", json=asked | {"target_language": "de", "prompt": "abc " * 90}, timeout=60)
+    assert (long.status_code, "96" in long.text) == (400, True), long.text

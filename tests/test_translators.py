@@ -223,6 +223,19 @@ def test_a_pegasus_and_its_kin_that_make_no_sense_are_refused(tmp_path: Path) ->
         Tokenizer.from_folder(tmp_path)
 
 
+def test_pieces_of_fairseqs_that_lie_otherwise_are_refused(tmp_path: Path) -> None:
+    """CamemBERT's file has the same name, and other tokens in front."""
+    with pytest.raises(UnsupportedError, match="CamembertTokenizer"):
+        Tokenizer.from_folder(fairseq(tmp_path, "CamembertTokenizer"))
+    (tmp_path / "tokenizer_config.json").unlink()
+    with pytest.raises(UnsupportedError, match="not said"):
+        Tokenizer.from_folder(tmp_path)
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "mbart"}))
+    ours = Tokenizer.from_folder(tmp_path)
+    assert ours.languages is not None
+    assert (len(ours.languages.codes), ours.languages.source, ours.languages.target) == (25, "last", "instead")
+
+
 def test_nllbs_languages_stand_where_it_was_trained_to_have_them(tmp_path: Path) -> None:
     """In front of a text, or behind it where the file asks for how it once was."""
     (tmp_path / "sentencepiece.bpe.model").write_bytes(pieces("bpe"))

@@ -137,7 +137,8 @@ def _translator(folder: Path, file: Path, config: dict[str, Any], roles: dict[st
         if vocab.is_file():
             return translators.read_m2m100(pieces, ids, config)
         named = [_content(each) for key in _FURTHER for each in _listed(roles.get(key))]
-        return translators.read_fairseq(pieces, config, [each for each in named if each])
+        kind = _read_object(folder / "config.json").get("model_type")
+        return translators.read_fairseq(pieces, config, kind, [each for each in named if each])
 
 
 def _listed(value: Any) -> list[Any]:

@@ -41,6 +41,7 @@ _MBART_50 = (
     f"{_MBART} af_ZA az_AZ bn_IN fa_IR he_IL hr_HR id_ID ka_GE km_KH mk_MK ml_IN mn_MN mr_IN pl_PL ps_AF pt_XX sv_SE sw_KE "
     "ta_IN te_IN th_TH tl_XX uk_UA ur_PK xh_ZA gl_ES sl_SI"
 )
+_OF_FAIRSEQ = {"MBartTokenizer": _MBART, "MBart50Tokenizer": _MBART_50, "NllbTokenizer": ""}
 _UNKNOWN, _SPECIAL = "<unk>", ("<s>", "<pad>", "</s>", "<unk>", "<mask>")
 _MASKED = 103
 """Tokens in front of a Pegasus' pieces, less the two that these begin with."""
@@ -82,12 +83,15 @@ def read_m2m100(pieces: PieceVocabulary, vocab: Mapping[str, Any], config: Mappi
     return _ended(_by_name(pieces, _checked(vocab), [f"__{code}__" for code in codes]), "</s>", "<pad>", "<unk>", "<s>")
 
 
-def read_fairseq(pieces: PieceVocabulary, config: Mapping[str, Any], listed: Sequence[str]) -> TokenizerParts:
+def read_fairseq(
+    pieces: PieceVocabulary, config: Mapping[str, Any], model_type: object, listed: Sequence[str]
+) -> TokenizerParts:
     """listed: languages as the files have them; none: those of mBART, or of mBART-50, by the tokenizer's class."""
-    kind = class_of(config)
-    usual = {"MBartTokenizer": _MBART, "MBart50Tokenizer": _MBART_50}.get(kind, "").split()
-    if not (codes := [each for each in listed if _KINDS[kind].pattern.fullmatch(each)] if kind in _KINDS else []):
-        codes = usual
+    kind = class_of(config) or {"mbart": "MBartTokenizer", "m2m_100": "NllbTokenizer"}.get(str(model_type), "")
+    if kind not in _OF_FAIRSEQ:
+        told = f"{FAIRSEQ} of a tokenizer that is none of {', '.join(_OF_FAIRSEQ)}: {kind[:40] or 'its class is not said'}"
+        raise UnsupportedError(told, "take a folder with a tokenizer.json; transformers makes one")
+    codes = [each for each in listed if _KINDS[kind].pattern.fullmatch(each)] or _OF_FAIRSEQ[kind].split()
     before = ["<s>", "<pad>", "</s>", "<unk>"]
     parts = _behind(pieces, before, 3, [*codes, "<mask>"], unknown=3)
     return _ended(parts, "</s>", "<pad>", "<unk>", "<s>", "<mask>")
