@@ -131,6 +131,17 @@ def test_marian_is_told_in_front_of_the_text(folders: dict[str, Path]) -> None:
             llm.generate("a b c d e " * 40)
 
 
+def test_a_text_whose_language_leaves_no_room_is_refused(folders: dict[str, Path]) -> None:
+    """Of a context of 32 tokens a text and what begins an answer fill all with the language in front, which the ids lack."""
+    with LLM(folders["m2m100"], threads=2, num_blocks=16, max_model_len=32) as llm:
+        text = llm.tokenizer.encode("a " * 40, add_special_tokens=False)
+        fits, longer = text[:16], text[: llm.context_len - 3 - 1]
+        params = SamplingParams(target_language="de", source_language="en", **GREEDY)
+        assert llm.generate([fits], params)[0].finished
+        with pytest.raises(PromptTooLongError):
+            llm.generate([longer], params)
+
+
 @pytest.mark.parametrize(
     ("fields", "said", "hint"),
     [
@@ -212,6 +223,7 @@ def test_it_is_shown_and_planned(folders: dict[str, Path], doors: Doors) -> None
     [
         (("chat", "MODEL"), "has no chat template", (2,)),
         (("run", "--continue", "MODEL", "more", *ARGS), "--continue", (2,)),
+        (("run", "MODEL", "a", "--language", "de", *ARGS), "--target-language says into which", (2,)),
         (("embed", "MODEL", "a"), "embeds nothing", (6,)),
         (("perplexity", "MODEL", "-c", "64"), "answers to others", (6,)),
         (("convert", "MODEL", "-o", "OUT.gguf"), "llama.cpp knows none", (6,)),

@@ -164,6 +164,8 @@ class Engine:
         room = self._context_len - len(prompt)
         if self._reading is not None and self._reading.most_written is not None:
             room = min(room, self._reading.most_written - self._reading.num_begun(prompt, images))
+        if room < 1:  # a language's token has come beside what was asked
+            raise PromptTooLongError(len(prompt), self._context_len)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
         request = Request(
