@@ -135,8 +135,7 @@ class LLM:
             config = with_room_for_leads(config, spec)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
-            tokens = self.tokenizer.control_tokens
-            config = with_mmproj(config, model.mmproj, checkpoint, spec.hidden_size, tokens, progress)
+            config = with_mmproj(config, model.mmproj, checkpoint, spec.hidden_size, self.tokenizer.control_tokens, progress)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
             generation_config = own_settings(checkpoint, self.tokenizer.languages)

@@ -16,11 +16,12 @@ from nanovllm_cli.constraint import Constraint, ReasoningPhase, TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.samplers import MAX_STEPS, sampler_names
 from nanovllm_cli.sampling_fields import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
+    HABITS,
     MAX_TOKEN_ID,
-    LogitBias,
+    OTHER_NAMES,
     adapters,
+    bans_of,
+    check_language,
     number,
     refused,
     shown,
@@ -89,7 +90,6 @@ STRING_LISTS: dict[str, tuple[int, int]] = {
     "bad_words": (256, 256),
     "dry_sequence_breakers": (16, 40),
 }
-_LANGUAGES, _MOST_CHARS = ("source_language", "target_language"), 64
 # Field -> most ids.
 ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
@@ -116,23 +116,6 @@ _FROM_GENERATION_CONFIG = {
     **{name: name for name in ("length_penalty", "no_repeat_ngram_size")},
 }
 
-_OTHER_NAMES = {
-    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
-    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "typical": "typical_p",
-    "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "beam_width": "num_beams",
-    "top_logprobs": "logprobs", "src_lang": "source_language", "tgt_lang": "target_language",
-}  # fmt: skip
-"""What transformers, llama.cpp and OpenAI call fields."""
-_HABITS = {
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format", "json_schema", "grammar"),
-                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
-    **dict.fromkeys(("use_beam_search", "best_of"), "num_beams looks for the likeliest answers, n draws several"),
-    **dict.fromkeys(("logits_processors", "logits_processor"), "logit_bias, bad_words, allowed_token_ids say what is drawn"),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone"), "leave it out"),
-    "do_sample": "temperature=0 takes the likeliest token", "early_stopping": "leave it out",
-    "truncate_prompt_tokens": "a prompt is never cut: shorten it", "lora_request": "lora=NAME, of the model's lora_modules",
-}  # fmt: skip
-"""Fields that vLLM and transformers have, and what serves instead."""
 _DEFAULTS: dict[str, Any] = {}
 """Of all fields; filled behind the class."""
 
@@ -261,8 +244,8 @@ class SamplingParams:
     def __new__(cls, *values: object, **given: object) -> Self:
         """Raises UsageError for a field that there is not."""
         for name in sorted(given.keys() - _DEFAULTS.keys()):
-            near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _DEFAULTS, n=1)), None)
-            hint = _HABITS.get(name) or (f"did you mean {near}?" if near else f"known: {', '.join(sorted(_DEFAULTS))}")
+            near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _DEFAULTS, n=1)), None)
+            hint = HABITS.get(name) or (f"did you mean {near}?" if near else f"known: {', '.join(sorted(_DEFAULTS))}")
             raise UsageError(f"there is no sampling parameter {name!r}", hint)
         return object.__new__(cls)
 
@@ -290,9 +273,8 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", token_biases(self.logit_bias))
         self._set("lora", adapters(self.lora))
-        for name in _LANGUAGES:
-            if not isinstance(said := getattr(self, name), str | None) or (said is not None and not 0 < len(said) <= _MOST_CHARS):
-                raise refused(name, said, "a language's name or code")
+        for name in ("source_language", "target_language"):
+            check_language(name, getattr(self, name))
         for name, kind in _PLAIN.items():
             if not isinstance(getattr(self, name), kind | None):
                 raise refused(name, getattr(self, name), f"a {kind.__name__}")
@@ -376,7 +358,7 @@ class SamplingParams:
             if config.get(theirs) is not None and ours not in overrides:
                 defaults[ours] = _trusted(cls, theirs, ours, config[theirs])
         if (suppressed := config.get("suppress_tokens")) is not None and "logit_bias" not in overrides:
-            defaults["logit_bias"] = _bans(suppressed, vocab_size)
+            defaults["logit_bias"] = bans_of(suppressed, vocab_size)
         do_sample = config.get("do_sample")
         if not isinstance(do_sample, bool | None):
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {shown(do_sample)}")
@@ -415,14 +397,6 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) ->
     if len(params) != count:
         raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
     return list(params)
-
-
-def _bans(suppressed: object, vocab_size: int) -> LogitBias | None:
-    try:
-        ids = token_ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
-    except UsageError as error:
-        raise CheckpointError(f"generation_config.json: {error.message}", "correct the file") from error
-    return LogitBias({token_id: -MAX_LOGIT_BIAS for token_id in ids if token_id < vocab_size}) or None
 
 
 def _trusted(cls: type[SamplingParams], theirs: str, ours: str, value: object) -> Any:
