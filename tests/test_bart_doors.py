@@ -6,6 +6,7 @@ from __future__ import annotations
 import functools
 import json
 import re
+import shutil
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -129,6 +130,19 @@ def test_marian_is_told_in_front_of_the_text(folders: dict[str, Path]) -> None:
             llm.generate("abc", SamplingParams(source_language="en", target_language="de"))
         with pytest.raises(PromptTooLongError, match="96"):
             llm.generate("a b c d e " * 40)
+
+
+def test_an_mbart_whose_files_begin_with_no_language_has_to_be_told_one(folders: dict[str, Path], tmp_path: Path) -> None:
+    folder = shutil.copytree(folders["mbart"], tmp_path / "model")
+    for name in ("config.json", "generation_config.json"):
+        said = json.loads((folder / name).read_text())
+        said.pop("decoder_start_token_id", None)
+        (folder / name).write_text(json.dumps(said))
+    with LLM(folder, threads=2, num_blocks=32, dtype="float32") as llm:
+        with pytest.raises(UsageError, match="into which"):
+            llm.generate("abc", SamplingParams(**GREEDY))
+        (output,) = llm.generate("abc", SamplingParams(target_language="de", **GREEDY))
+        assert output.outputs[0].text.strip() == told(folders["mbart"], "abc", None, "de_DE")
 
 
 def test_a_text_whose_language_leaves_no_room_is_refused(folders: dict[str, Path]) -> None:

@@ -59,8 +59,9 @@ class LanguageTokens:
 @dataclass(frozen=True, slots=True)
 class ReadingSpec:
     """begins: tokens that the decoder begins with. most_read, most_written: positions that encoder and decoder have, None: any.
-    never: tokens that are not drawn, whatever is asked for. languages: None of a model that knows none by tokens. tells_target:
-    whether `begins` says already into which one it writes."""
+    never: tokens that are not drawn, whatever is asked for. languages: None of a model that knows none by tokens. tells_start,
+    tells_target: whether files say what the decoder begins with, and a token behind that, by which it may know into which one it
+    writes."""
 
     tower: TextTower
     begins: tuple[int, ...]
@@ -68,11 +69,13 @@ class ReadingSpec:
     most_written: int | None = None
     never: tuple[int, ...] = ()
     languages: LanguageTokens | None = None
+    tells_start: bool = True
     tells_target: bool = False
 
     def num_tokens(self, num_read: int) -> int:
         """Of a prompt for a text of so many."""
-        return lead_of(num_read) + len(self.begins) + self.needs_target
+        is_added = self.needs_target and self.languages is not None and self.languages.target == "begun"
+        return lead_of(num_read) + len(self.begins) + is_added
 
     @staticmethod
     def num_begun(prompt: Sequence[int], images: Sequence[PlacedImage]) -> int:
@@ -82,7 +85,8 @@ class ReadingSpec:
     @property
     def needs_target(self) -> bool:
         """Whether each request has to say into which language it is to be translated."""
-        return self.languages is not None and self.languages.target == "begun" and not self.tells_target
+        said = {"read": True, "begun": self.tells_target, "instead": self.tells_start}
+        return self.languages is not None and not said[self.languages.target]
 
     def prompt(self, ids: Sequence[int], source: int | None = None, target: int | None = None) -> TokenIds:
         """For a text of these tokens. source, target: tokens of its language, and of that of the answer, where they are told."""

@@ -41,11 +41,12 @@ def read_reading(checkpoint: Checkpoint, spec: ModelSpec) -> ReadingSpec | None:
     for key, token in begins:
         if token >= spec.vocab_size:
             raise CheckpointError(f"{read.where}: {key!r} is {token}, of {spec.vocab_size} tokens", BROKEN)
-    places = [None if entry is None else entry.positions - entry.first_position for entry in (spec.encoder.entry, spec.entry)]
-    if places[1] is not None and places[1] <= 2:
-        raise CheckpointError(f"{read.where}: a decoder with {places[1]} positions", BROKEN)
+    most_read, most_written = _places(spec.encoder), _places(spec)
+    if most_written is not None and most_written <= 2:
+        raise CheckpointError(f"{read.where}: a decoder with {most_written} positions", BROKEN)
     tower = TextTower(spec.encoder.num_layers, spec.encoder.read_work // spec.encoder.num_layers)
-    return ReadingSpec(tower, tuple([token for _, token in begins]), places[0], places[1], never, tells_target=forces)
+    tokens = tuple([token for _, token in begins])
+    return ReadingSpec(tower, tokens, most_read, most_written, never, tells_start=read.has(start), tells_target=forces)
 
 
 def own_settings(checkpoint: Checkpoint, languages: LanguageTokens | None) -> dict[str, Any]:
@@ -62,6 +63,11 @@ def own_settings(checkpoint: Checkpoint, languages: LanguageTokens | None) -> di
         if said.get(own) is None and type(length) is int and length > begun:
             said[own] = length - begun
     return said
+
+
+def _places(spec: ModelSpec) -> int | None:
+    """Positions that it has; None: any."""
+    return None if spec.entry is None else spec.entry.positions - spec.entry.first_position
 
 
 def _own(checkpoint: Checkpoint) -> dict[str, Any]:
