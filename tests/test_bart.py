@@ -97,11 +97,11 @@ def test_beams_find_what_those_of_transformers_do(kind: str, workers: dict[str, 
 
 
 def check_beams_are(
-    kind: str, source: tuple[int, ...], output: Any, *, begun: int = 0, penalty: float = 1.0, **asked: Any
+    kind: str, source: tuple[int, ...], output: Any, *, begun: int = 0, penalty: float = 1.0, ends: Any = END, **asked: Any
 ) -> None:
     """What transformers finds. begun: tokens that it draws, and that are told here."""
     theirs = bart(kind).generate(
-        torch.tensor([source]), num_beams=4, num_return_sequences=4, do_sample=False, eos_token_id=END, length_penalty=penalty,
+        torch.tensor([source]), num_beams=4, num_return_sequences=4, do_sample=False, eos_token_id=ends, length_penalty=penalty,
         decoder_start_token_id=begun_by(kind), pad_token_id=PADDING, return_dict_in_generate=True, output_scores=True,
         forced_eos_token_id=None, early_stopping=False, use_cache=False, **asked,
     )  # fmt: skip
@@ -114,12 +114,17 @@ def check_beams_are(
 
 
 def test_beams_behind_what_a_decoder_is_told_are_scored_with_it(folders: dict[str, Path], tmp_path: Path) -> None:
-    """transformers draws it, with certainty."""
+    """transformers draws it, with certainty. Many tokens end an answer, so that those of many lengths are compared."""
     folder, source = told(folders["m2m100"], tmp_path / "model", config={"forced_bos_token_id": 7}), a_source(30, 3)
-    worker = worker_for(folder, dtype="float32", num_blocks=64)
+    worker, ends = worker_for(folder, dtype="float32", num_blocks=64), tuple(range(2, 7)) + tuple(range(8, 70))
     asked = SamplingParams(num_beams=4, n=4, max_tokens=12, logprobs=0, length_penalty=2.0)
-    (output,) = run(engine_for(worker, (END,)), [(list(source), asked)])
-    check_beams_are("m2m100", source, output, begun=1, penalty=2.0, max_new_tokens=13, forced_bos_token_id=7)
+    lengths = set()
+    for seed in range(4):
+        (output,) = run(engine_for(worker, ends), [(list(a_source(30, seed)), asked)])
+        own = {"begun": 1, "penalty": 2.0, "ends": list(ends)}
+        check_beams_are("m2m100", a_source(30, seed), output, **own, max_new_tokens=13, forced_bos_token_id=7)
+        lengths |= {len(answer.token_ids) for answer in output.outputs}
+    assert len(lengths) > 2
     (greedy,) = run(engine_for(worker), [(list(source), greedily(8, logprobs=0))])
     ids = greedy.outputs[0].token_ids
     logprobs = expected("m2m100", source, ids, begins=(begun_by("m2m100"), 7))[:-1]

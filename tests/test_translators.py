@@ -223,6 +223,29 @@ def test_a_pegasus_and_its_kin_that_make_no_sense_are_refused(tmp_path: Path) ->
         Tokenizer.from_folder(tmp_path)
 
 
+@pytest.mark.parametrize("told", [{"tokenizer_class": "BartTokenizer"}, None])
+def test_a_barts_texts_are_between_two_tokens(told: dict[str, str] | None, tmp_path: Path) -> None:
+    """Of vocab.json and merges.txt, as older folders have them, also where the model's kind alone says whose they are."""
+    shown = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
+    letters = [chr(byte) for byte in shown] + [chr(256 + i) for i in range(256 - len(shown))]
+    merges = [("a", "b"), ("c", "d"), ("\u0120", "ab"), ("ab", "cd")]
+    names = ["<s>", "<pad>", "</s>", "<unk>", *letters, *map("".join, merges), "<mask>"]
+    vocab = {name: i for i, name in enumerate(names)}
+    (tmp_path / "vocab.json").write_text(json.dumps(vocab))
+    (tmp_path / "merges.txt").write_text("#version: 0.2\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    if told is None:
+        (tmp_path / "config.json").write_text(json.dumps({"model_type": "bart"}))
+    else:
+        (tmp_path / "tokenizer_config.json").write_text(json.dumps(told))
+    mask = transformers.AddedToken("<mask>", lstrip=True, special=True, normalized=False)
+    theirs = transformers.BartTokenizer(vocab=vocab, merges=merges, mask_token=mask)
+    ours = Tokenizer.from_folder(tmp_path)
+    for text in [*texts(), "ab abcd", "a <mask> b", "a</s>b"]:
+        assert ours.encode(text) == theirs(text)["input_ids"], text
+    assert ours.encode_pair("ab", "cd").ids == theirs("ab", "cd")["input_ids"]
+    assert ours.eos_id == 2
+
+
 def test_pieces_of_fairseqs_that_lie_otherwise_are_refused(tmp_path: Path) -> None:
     """CamemBERT's file has the same name, and other tokens in front."""
     with pytest.raises(UnsupportedError, match="CamembertTokenizer"):

@@ -37,6 +37,8 @@ _OWN_TEMPLATES = {"k2_horizon": "chat_template_generation.jinja"}
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_SURROUNDED = ("BartTokenizer", "RobertaTokenizer", "bart", "roberta")
+"""Classes, and kinds of models where none is named, whose texts stand between two tokens."""
 _FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _LETTERS = {"do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars"}
 _OF_NO_FAMILY = ("PreTrainedTokenizerFast", "TokenizersBackend")
@@ -165,7 +167,9 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
         raise CheckpointError(f"{folder.name}/merges.txt holds a line that is not a pair")
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
     with guard_library("vocab.json with merges.txt"):
-        return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+        parts = TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+        kind = translators.class_of(config) or _read_object(folder / "config.json").get("model_type")
+        return translators.surrounded(parts) if kind in _SURROUNDED else parts
 
 
 def _check_charsmaps(pairs: list[tuple[str, Any]]) -> None:

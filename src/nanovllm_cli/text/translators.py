@@ -110,6 +110,19 @@ def read_pegasus(pieces: PieceVocabulary, config: Mapping[str, Any]) -> Tokenize
     return _ended(parts, "</s>", "<pad>", "<unk>", *before[2:])
 
 
+def surrounded(parts: TokenizerParts) -> TokenizerParts:
+    """A RoBERTa's or a BART's vocabulary: a text is between two tokens, and two of the last are between two texts."""
+    begin = parts.backend.token_to_id("<s>")
+    parts = _ended(parts, "</s>", *_SPECIAL[:-1])
+    if parts.backend.token_to_id("<mask>") is not None:
+        parts.backend.add_tokens([AddedToken("<mask>", special=True, normalized=False, lstrip=True)])
+    if begin is None:
+        raise CheckpointError(f"{VOCAB} has no <s>", "download the model again")
+    assert parts.eos_id is not None
+    parts.bos_id, parts.prefix_ids, parts.between_ids = begin, (begin,), (parts.eos_id,) * 2
+    return parts
+
+
 def told_languages(parts: TokenizerParts, config: Mapping[str, Any], model_type: object) -> None:
     """Sets `languages`, and what goes around a text of the language that the files take it for, as transformers' classes do,
     whatever tokenizer.json says."""
