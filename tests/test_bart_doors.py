@@ -266,6 +266,8 @@ def test_lengths_of_files_are_those_of_transformers(tmp_path: Path) -> None:
         assert 7 <= len(output.outputs[0].token_ids) <= 18
         beams = own.under({"num_beams": 4})
         assert (beams.min_tokens, beams.no_repeat_ngram_size, beams.length_penalty) == (7, 3, 2.0)
+        unfeasible = SamplingParams.from_generation_config({"max_new_tokens": 5, "min_new_tokens": 9})
+        assert (unfeasible.max_tokens, unfeasible.min_tokens) == (5, 5)
         with pytest.raises(UnsupportedError, match="embeds nothing"):
             llm.embed("hello")
 

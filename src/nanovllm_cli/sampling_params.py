@@ -364,6 +364,8 @@ class SamplingParams:
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {shown(do_sample)}")
         if do_sample is False and "temperature" not in overrides:
             defaults["temperature"] = 0.0
+        if (most := defaults.get("max_tokens")) is not None and most < defaults.get("min_tokens", 0):
+            defaults["min_tokens"] = most  # ends are banned up to the last token then, as in transformers
         return cls(**defaults).under(overrides)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:
