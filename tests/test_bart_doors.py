@@ -146,14 +146,14 @@ def test_an_mbart_whose_files_begin_with_no_language_has_to_be_told_one(folders:
 
 
 def test_a_text_whose_language_leaves_no_room_is_refused(folders: dict[str, Path]) -> None:
-    """Of a context of 32 tokens a text and what begins an answer fill all with the language in front, which the ids lack."""
+    """Ids that fill two blocks fill three with the language in front, which they lack; and these are all that there is."""
     with LLM(folders["m2m100"], threads=2, num_blocks=16, max_model_len=32) as llm:
         text = llm.tokenizer.encode("a " * 40, add_special_tokens=False)
-        fits, longer = text[:16], text[: llm.context_len - 3 - 1]
+        assert llm.context_len == 48
         params = SamplingParams(target_language="de", source_language="en", **GREEDY)
-        assert llm.generate([fits], params)[0].finished
-        with pytest.raises(PromptTooLongError):
-            llm.generate([longer], params)
+        assert llm.generate([text[:31]], params)[0].finished
+        with pytest.raises(PromptTooLongError, match="50 tokens, the context holds 48"):
+            llm.generate([text[:32]], params)
 
 
 @pytest.mark.parametrize(
