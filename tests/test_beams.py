@@ -103,9 +103,9 @@ def test_what_ends_an_answer_can_be_left_out_and_added(model: Any, engine: Engin
 
 def test_with_as_many_beams_as_there_are_beginnings_the_likeliest_answer_of_all_is_found() -> None:
     """Of a chain whose next token depends on the last: all answers of four tokens are told apart in float64."""
-    vocab, length = 5, 4
+    vocab, length = 4, 4
     chain = torch.log_softmax(torch.randn(vocab, vocab, generator=torch.Generator().manual_seed(4), dtype=torch.float64) * 2, -1)
-    search = BeamSearch(vocab ** (length - 1), 1.0, (), length)
+    search = BeamSearch(SamplingParams(num_beams=vocab ** (length - 1)), (), length)
     goes_on = True
     while goes_on:
         rows = []
@@ -132,7 +132,7 @@ def test_a_search_ends_where_no_beginning_can_better_what_is_found() -> None:
     def row(*pairs: tuple[int, float]) -> TokenLogprobs:
         return TokenLogprobs(*pairs[0], 1, pairs)
 
-    search = BeamSearch(2, 1.0, (1,), 9)
+    search = BeamSearch(SamplingParams(num_beams=2), (1,), 9)
     assert search.go_on([row((1, -0.1), (2, -3.0), (3, -4.0))])  # one answer; there are to be two
     assert [beam.token_ids for beam in search.beams] == [(2,), (3,)]
     assert not search.go_on([row((1, -0.2), (4, -0.9), (5, -2.0)), row((4, -1.0), (1, -2.0), (5, -3.0))])
@@ -142,7 +142,7 @@ def test_a_search_ends_where_no_beginning_can_better_what_is_found() -> None:
 
 def test_an_end_counts_only_among_the_first() -> None:
     pairs = ((2, -0.5), (3, -0.6), (1, -0.7), (4, -0.8))
-    search = BeamSearch(2, 1.0, (1,), 9)
+    search = BeamSearch(SamplingParams(num_beams=2), (1,), 9)
     assert search.go_on([TokenLogprobs(*pairs[0], 1, pairs)])
     assert search.found == []
     assert [beam.token_ids for beam in search.beams] == [(2,), (3,)]
@@ -300,7 +300,7 @@ def test_what_has_no_meaning_is_refused(params: dict[str, Any], said: str) -> No
 OTHERS = {
     "repetition_penalty": 1.1, "presence_penalty": 0.5, "frequency_penalty": 0.5, "dry_multiplier": 0.8, "xtc_probability": 0.5,
     "mirostat": 2, "adaptive_target": 0.5, "samplers": ("top_k",), "logit_bias": {3: 1.0}, "bad_words": ("a",),
-    "allowed_token_ids": (3,), "min_tokens": 2, "stop": ("a",), "max_repeats": 3, "prompt_logprobs": 0,
+    "allowed_token_ids": (3,), "stop": ("a",), "max_repeats": 3, "prompt_logprobs": 0,
 }  # fmt: skip
 
 

@@ -192,6 +192,7 @@ def test_nor_does_it_change_a_tower(architecture: str) -> None:
 IN_ONE_PIECE = {
     "YoutuVLForConditionalGeneration", "WhisperForConditionalGeneration",  # whose config says all of the whole
     *(f"{kind}ForConditionalGeneration" for kind in ("T5", "MT5", "UMT5")),
+    *(f"{kind}ForConditionalGeneration" for kind in ("Bart", "MBart", "M2M100", "Pegasus", "Blenderbot")),
     "KimiVLForConditionalGeneration",  # which transformers lacks
 }  # fmt: skip
 

@@ -425,6 +425,7 @@ def test_what_the_kernels_would_misread_is_refused(bad) -> None:
         SamplingParams(xtc_probability=0.5),
         SamplingParams(dry_multiplier=1.0),
         SamplingParams(bad_words=("a",)),
+        SamplingParams(no_repeat_ngram_size=2),
         SamplingParams(repetition_penalty=2.0, penalty_last_n=64),
         SamplingParams(logprobs=21),
         SamplingParams(min_tokens=1),

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from transformers.generation.logits_process import (
     MinNewTokensLengthLogitsProcessor,
     NoBadWordsLogitsProcessor,
+    NoRepeatNGramLogitsProcessor,
     RepetitionPenaltyLogitsProcessor,
 )
 
@@ -95,6 +96,16 @@ def test_logit_bias_is_added_before_the_penalties() -> None:
     params = SamplingParams(logit_bias={0: 5.0}, repetition_penalty=2.0)
     # -1 + 5 = 4 is positive, so the penalty halves it; the other way round it would be -2 + 5.
     assert adjusted(logits, params, [0]).tolist() == [2.0, 2.0]
+
+
+@settings(max_examples=60, deadline=None)
+@given(prompt=ids_of, output=ids_of, size=st.integers(1, 5))
+def test_ngrams_are_banned_as_in_transformers(prompt: list[int], output: list[int], size: int) -> None:
+    """Of prompt and output together."""
+    found = adjusted(row(), SamplingParams(no_repeat_ngram_size=size), prompt, output)
+    tokens = torch.tensor([prompt + output], dtype=torch.int64)
+    expected = NoRepeatNGramLogitsProcessor(size)(tokens, torch.from_numpy(row())[None].clone())
+    assert np.array_equal(found, expected[0].numpy())
 
 
 def test_stop_ids_are_banned_until_min_tokens_are_out() -> None:

@@ -50,6 +50,7 @@ INTS = {
     "n": (1, 128),
     "num_beams": (1, 64),
     "min_tokens": (0, 2**31 - 1),
+    "no_repeat_ngram_size": (0, 64),
     "max_repeats": (0, 2**31 - 1),
     "max_repeat_size": (1, 1024),
     "min_repeat_size": (1, 1024),
@@ -60,6 +61,7 @@ INTS = {
 }
 FLAGS = ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens")
 STRINGS = {"stop": (64, 1024), "bad_words": (256, 256), "dry_sequence_breakers": (16, 40)}
+LANGUAGES = ("source_language", "target_language")
 IDS = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
 
@@ -79,7 +81,7 @@ def refusal(name: str, value: object) -> str:
 
 def test_every_field_is_bounded_by_some_test_here() -> None:
     elsewhere = {"samplers", "transcript"}  # test_sampling_chain.py, test_whisper.py
-    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, *elsewhere, "logit_bias", "lora", "constraint", "reasoning"}
+    tested = {*FLOATS, *INTS, *FLAGS, *STRINGS, *IDS, *LANGUAGES, *elsewhere, "logit_bias", "lora", "constraint", "reasoning"}
     assert {field.name for field in dataclasses.fields(SamplingParams)} == tested
 
 
@@ -95,6 +97,13 @@ def test_adapters_are_names_and_scales(value: object) -> None:
 def test_adapters_become_names_and_scales() -> None:
     for value in ("a", ["a"], {"a": 1}, [("a", 1.0)], (Lora("a"),)):
         assert SamplingParams(lora=value).lora == (Lora("a", 1.0),)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", LANGUAGES)
+@pytest.mark.parametrize("value", ["", "x" * 65, 3, True, ["de"], b"de", "\ud800", "de\n"])
+def test_languages_are_short_words(name: str, value: object) -> None:
+    refusal(name, value)
+    assert getattr(make(name, "x" * 64), name) == "x" * 64
 
 
 @pytest.mark.parametrize("name", ["constraint", "reasoning"])

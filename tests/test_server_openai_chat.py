@@ -445,6 +445,9 @@ def test_a_requests_biases_leave_those_of_the_model_to_other_tokens() -> None:
         ("seed", -(2**63), "seed", 2**63),
         ("seed", 2**64 - 1, "seed", 2**64 - 1),
         ("min_tokens", 4, "min_tokens", 4),
+        ("no_repeat_ngram_size", 3, "no_repeat_ngram_size", 3),
+        ("source_language", "en", "source_language", "en"),
+        ("target_language", "German", "target_language", "German"),
         ("max_tokens", 5, "max_tokens", 5),
         ("max_tokens", -1, "max_tokens", None),
         ("n_predict", 5, "max_tokens", 5),
@@ -694,6 +697,7 @@ def test_token_ids_are_shown_where_they_are_asked_for() -> None:
         ("chat_template_kwargs", [1]), ("mirostat", 3),
         ("mirostat_eta", 11), ("adaptive_decay", 1.5), ("verbosity", "low"), ("reasoning_effort", "huge"),
         ("presence_penalty", 2.1),
+        ("no_repeat_ngram_size", 65), ("target_language", ""), ("source_language", "x" * 65),
         ("bad_words", [""]), ("allowed_token_ids", []), ("dry_sequence_breakers", ["x"] * 17), ("parallel_tool_calls", "no"),
     ],
 )  # fmt: skip

@@ -62,6 +62,7 @@ from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mmproj import with_mmproj
 from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
+from nanovllm_cli.weights.reading import own_settings
 from nanovllm_cli.weights.scoring import Scoring, scoring_of, second_text_of
 from nanovllm_cli.weights.source import ResolvedModel, files_for, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
@@ -134,11 +135,10 @@ class LLM:
             config = with_room_for_leads(config, spec)
             if config.draft_model is not None:
                 check_vocabulary(config.draft_model, self.tokenizer)
-            tokens = self.tokenizer.control_tokens
-            config = with_mmproj(config, model.mmproj, checkpoint, spec.hidden_size, tokens, progress)
+            config = with_mmproj(config, model.mmproj, checkpoint, spec.hidden_size, self.tokenizer.control_tokens, progress)
             encode = partial(self.tokenizer.encode, add_special_tokens=False, parse_special=False)
             self._worker = worker = Worker(checkpoint, config, encode, self._token_bytes, self.tokenizer.control_ids, progress)
-            generation_config = dict(checkpoint.generation_config)
+            generation_config = own_settings(checkpoint, self.tokenizer.languages)
         self.mmproj: str | None = config.mmproj
         self.spec, self.sight = worker.spec, worker.sight
         self.senses = None if self.sight is None else in_vocabulary(self.sight.senses, self.tokenizer)

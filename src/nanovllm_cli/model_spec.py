@@ -55,7 +55,8 @@ class BlockSpec:
     "pre" (Hy4, and Qwen4-Exp, where that is normed already). gated_norms: those of its norms, by name, whose numbers are times
     the sigmoids of as many, which two matrices make of them by way of `gate_rank` and a SiLU (A.X-K2). rate: of "sphere", which
     has one of both: r is the size of the checkpoint's number of a column times this. factors (Talkie): of "pre", of what its
-    mixer, its MLP and, once more, the entry add. cross: of "pre" with both, x += cross(norm(x)) between the two (Whisper).
+    mixer, its MLP and, once more, the entry add. cross: of "pre" and "original" with both, between the two, x += cross(norm(x))
+    (Whisper) or x = norm(x + cross(x)) (BART).
     looks: instead of a mixer, see `LookSpec`."""
 
     mixer: MixerSpec | None
@@ -115,13 +116,16 @@ class EntrySpec:
     """What is added to an embedding before the first layer reads it, and a norm of the sum: a row of a table of `positions` for
     the token's position, the first token's being `first_position`, and that of a table of `segments`, whose first row is for all
     but the second of two texts that are read together. 0: no such table. norm: see `NormSpec`; None: the sum stays as it is, as a
-    decoder's does. rescaled: each column is, and there is nothing else."""
+    decoder's mostly does. rescaled: each column is, and there is nothing else. waves: no checkpoint has the positions, whose
+    columns are sines, in the second half cosines, of the position over 10000 ** (i / waves), i from 0 on in each half (Vaswani
+    et al. 2017)."""
 
     norm: NormSpec | None
     positions: int = 0
     first_position: int = 0
     segments: int = 0
     rescaled: bool = False
+    waves: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,7 +277,8 @@ class ModelSpec:
     def reaching(self, length: int | None) -> ModelSpec:
         """The same for sequences of so many tokens, where nothing knows positions: no layer has attention, or, of a model with an
         encoder, layers go by distances alone, of which all from some on are one (T5)."""
-        if length is None or length <= self.max_position or (self.attentions and self.encoder is None):
+        goes_by_places = self.attentions and (self.encoder is None or self.distances is None)
+        if length is None or length <= self.max_position or goes_by_places:
             return self
         if self.encoder is None or self.distances is None:
             return replace(self, max_position=length)

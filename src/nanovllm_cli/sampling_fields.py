@@ -10,11 +10,29 @@ from numbers import Integral, Real
 from typing import Any
 
 from nanovllm_cli.config import MAX_LORA_MODULES, MAX_LORA_NAME, MAX_SCALE, Lora
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import CheckpointError, UsageError
 
 MAX_TOKEN_ID = 2**31 - 1
 MAX_LOGIT_BIASES = 1024
 MAX_LOGIT_BIAS = 100.0
+_MOST_CHARS = 64
+OTHER_NAMES = {
+    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
+    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "typical": "typical_p",
+    "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "beam_width": "num_beams",
+    "top_logprobs": "logprobs", "src_lang": "source_language", "tgt_lang": "target_language",
+}  # fmt: skip
+"""What transformers, llama.cpp and OpenAI call fields."""
+HABITS = {
+    **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format", "json_schema", "grammar"),
+                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
+    **dict.fromkeys(("use_beam_search", "best_of"), "num_beams looks for the likeliest answers, n draws several"),
+    **dict.fromkeys(("logits_processors", "logits_processor"), "logit_bias, bad_words, allowed_token_ids say what is drawn"),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone"), "leave it out"),
+    "do_sample": "temperature=0 takes the likeliest token", "early_stopping": "leave it out",
+    "truncate_prompt_tokens": "a prompt is never cut: shorten it", "lora_request": "lora=NAME, of the model's lora_modules",
+}  # fmt: skip
+"""Fields that vLLM and transformers have, and what serves instead."""
 
 
 class LogitBias(Mapping[int, float]):
@@ -113,3 +131,18 @@ def token_biases(value: object) -> LogitBias:
         known_id = whole_number("logit_bias: a token id", token_id, 0, MAX_TOKEN_ID)
         biases[known_id] = number(f"logit_bias[{known_id}]", bias, -MAX_LOGIT_BIAS, MAX_LOGIT_BIAS)
     return LogitBias(biases)
+
+
+def check_language(name: str, value: object) -> None:
+    """A name or a code, or None; which ones there are, a model knows."""
+    if value is not None and not (isinstance(value, str) and 0 < len(value) <= _MOST_CHARS and value.isprintable()):
+        raise refused(name, value, f"a language's name or code of up to {_MOST_CHARS} characters")
+
+
+def bans_of(suppressed: object, vocab_size: int) -> LogitBias | None:
+    """Of generation_config.json's suppress_tokens. Raises CheckpointError."""
+    try:
+        ids = token_ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
+    except UsageError as error:
+        raise CheckpointError(f"generation_config.json: {error.message}", "correct the file") from error
+    return LogitBias({token_id: -MAX_LOGIT_BIAS for token_id in ids if token_id < vocab_size}) or None

@@ -16,11 +16,12 @@ from nanovllm_cli.constraint import Constraint, ReasoningPhase, TranscriptRules
 from nanovllm_cli.errors import CheckpointError, UsageError
 from nanovllm_cli.samplers import MAX_STEPS, sampler_names
 from nanovllm_cli.sampling_fields import (
-    MAX_LOGIT_BIAS,
-    MAX_LOGIT_BIASES,
+    HABITS,
     MAX_TOKEN_ID,
-    LogitBias,
+    OTHER_NAMES,
     adapters,
+    bans_of,
+    check_language,
     number,
     refused,
     shown,
@@ -70,6 +71,7 @@ INT_BOUNDS: dict[str, tuple[int, int]] = {
     "n": (1, MAX_SEQUENCES),
     "num_beams": (1, MAX_BEAMS),
     "min_tokens": (0, MAX_TOKENS),
+    "no_repeat_ngram_size": (0, 64),
     "max_repeats": (0, MAX_TOKENS),
     "max_repeat_size": (1, MAX_REPEAT_SIZE),
     "min_repeat_size": (1, MAX_REPEAT_SIZE),
@@ -93,10 +95,10 @@ ID_LISTS: dict[str, int] = {"stop_token_ids": 1024, "allowed_token_ids": 2**20}
 
 NOT_WITH_BEAMS = (
     "repetition_penalty", "presence_penalty", "frequency_penalty", "dry_multiplier", "xtc_probability", "mirostat",
-    "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "min_tokens", "stop", "max_repeats",
+    "adaptive_target", "samplers", "logit_bias", "bad_words", "allowed_token_ids", "stop", "max_repeats",
     "prompt_logprobs", "constraint",
 )  # fmt: skip
-"""Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities."""
+"""Fields that change what is drawn, or where an answer ends. Beams go by the model's own probabilities, of what is not banned."""
 ONLY_GGUF = (
     "penalty_last_n", "xtc_probability", "xtc_threshold", "mirostat", "mirostat_tau", "mirostat_eta", "samplers",
 )  # fmt: skip
@@ -110,25 +112,10 @@ _FROM_GENERATION_CONFIG = {
     "repetition_penalty": "repetition_penalty",
     **{name: name for name in ONLY_GGUF},
     "max_new_tokens": "max_tokens",
+    "min_new_tokens": "min_tokens",
+    **{name: name for name in ("length_penalty", "no_repeat_ngram_size")},
 }
 
-_OTHER_NAMES = {
-    "max_new_tokens": "max_tokens", "max_completion_tokens": "max_tokens", "n_predict": "max_tokens", "temp": "temperature",
-    "repeat_penalty": "repetition_penalty", "repeat_last_n": "penalty_last_n", "typical": "typical_p",
-    "num_return_sequences": "n", "stop_strings": "stop", "eos_token_id": "stop_token_ids", "beam_width": "num_beams",
-    "top_logprobs": "logprobs",
-}  # fmt: skip
-"""What transformers, llama.cpp and OpenAI call fields."""
-_HABITS = {
-    **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format", "json_schema", "grammar"),
-                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
-    **dict.fromkeys(("use_beam_search", "best_of"), "num_beams looks for the likeliest answers, n draws several"),
-    **dict.fromkeys(("logits_processors", "logits_processor"), "logit_bias, bad_words, allowed_token_ids say what is drawn"),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone"), "leave it out"),
-    "do_sample": "temperature=0 takes the likeliest token", "early_stopping": "leave it out",
-    "truncate_prompt_tokens": "a prompt is never cut: shorten it", "lora_request": "lora=NAME, of the model's lora_modules",
-}  # fmt: skip
-"""Fields that vLLM and transformers have, and what serves instead."""
 _DEFAULTS: dict[str, Any] = {}
 """Of all fields; filled behind the class."""
 
@@ -152,6 +139,8 @@ class SamplingParams:
     seed: 0 to 2**64 - 1; None and -1 (stored as None) let the engine draw one.
     n: answers to this prompt, each with a seed of its own.
     min_tokens: end and stop ids are banned until so many tokens are out.
+    no_repeat_ngram_size: a token is banned that would complete so many in a row which are there already, in the prompt (which an
+        encoder's is no part of) or the answer; 0 bans none (transformers).
     max_tokens: longest answer; None goes as far as the context does.
     stop: strings that end the answer. include_stop_str_in_output: leave the string in the text.
     stop_token_ids: ids that end the answer.
@@ -164,10 +153,13 @@ class SamplingParams:
     skip_special_tokens: leave special tokens out of the text.
     lora: which of the engine's adapters (`EngineConfig.lora_modules`) compute it: a name, a list of names, or a mapping of names
         to what each is multiplied by.
+    source_language, target_language: of a model that translates and is told so: of the prompt, and of the answer, by the model's
+        own code, another standard's or an English name ("deu_Latn", "de", "German").
     num_beams: from 2 on, answers are not drawn: of so many beginnings the likeliest are gone on with, token by token, and of the
         answers that they come to the `n` best are given, at once and in the order of their scores (`engine/beams.py`), as
         transformers' do_sample=False with num_beams does. length_penalty: a score is the sum of an answer's log-probabilities
-        over its length to this power. What changes logits, and what cuts answers short, has no part in it.
+        over its length to this power. What changes logits, but for min_tokens and no_repeat_ngram_size, and
+        what cuts answers short, has no part in it.
     constraint: the form that the answer must have. reasoning: that it may begin with reasoning, and how much of it. transcript:
         that it is a Whisper's, with or without times.
 
@@ -228,6 +220,7 @@ class SamplingParams:
     seed: int | None = None
     n: int = 1
     min_tokens: int = 0
+    no_repeat_ngram_size: int = 0
     max_tokens: int | None = None
     stop: Sequence[str] = ()
     stop_token_ids: Sequence[int] = ()
@@ -240,6 +233,8 @@ class SamplingParams:
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
     lora: Sequence[Lora] = ()
+    source_language: str | None = None
+    target_language: str | None = None
     num_beams: int = 1
     length_penalty: float = 1.0
     constraint: Constraint | None = None
@@ -249,8 +244,8 @@ class SamplingParams:
     def __new__(cls, *values: object, **given: object) -> Self:
         """Raises UsageError for a field that there is not."""
         for name in sorted(given.keys() - _DEFAULTS.keys()):
-            near = _OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _DEFAULTS, n=1)), None)
-            hint = _HABITS.get(name) or (f"did you mean {near}?" if near else f"known: {', '.join(sorted(_DEFAULTS))}")
+            near = OTHER_NAMES.get(name) or next(iter(difflib.get_close_matches(name, _DEFAULTS, n=1)), None)
+            hint = HABITS.get(name) or (f"did you mean {near}?" if near else f"known: {', '.join(sorted(_DEFAULTS))}")
             raise UsageError(f"there is no sampling parameter {name!r}", hint)
         return object.__new__(cls)
 
@@ -278,6 +273,8 @@ class SamplingParams:
         if self.logit_bias is not None:
             self._set("logit_bias", token_biases(self.logit_bias))
         self._set("lora", adapters(self.lora))
+        for name in ("source_language", "target_language"):
+            check_language(name, getattr(self, name))
         for name, kind in _PLAIN.items():
             if not isinstance(getattr(self, name), kind | None):
                 raise refused(name, getattr(self, name), f"a {kind.__name__}")
@@ -350,7 +347,8 @@ class SamplingParams:
     ) -> SamplingParams:
         """Defaults from a model's generation_config.json, under what the user gave in `overrides`.
 
-        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, max_new_tokens (max_tokens here),
+        Read: temperature, top_k, top_p, min_p, typical_p, repetition_penalty, length_penalty, no_repeat_ngram_size,
+        max_new_tokens and min_new_tokens (max_tokens and min_tokens here),
         suppress_tokens (biases here, of those in the vocabulary), what GGUF files say besides, under its names here, and
         `do_sample: false`, which is greedy as in transformers; where do_sample is absent the other fields decide. The rest is
         ignored, and so is null. A value that makes no sense raises CheckpointError, unless an override takes its place.
@@ -360,12 +358,14 @@ class SamplingParams:
             if config.get(theirs) is not None and ours not in overrides:
                 defaults[ours] = _trusted(cls, theirs, ours, config[theirs])
         if (suppressed := config.get("suppress_tokens")) is not None and "logit_bias" not in overrides:
-            defaults["logit_bias"] = _bans(suppressed, vocab_size)
+            defaults["logit_bias"] = bans_of(suppressed, vocab_size)
         do_sample = config.get("do_sample")
         if not isinstance(do_sample, bool | None):
             raise CheckpointError(f"generation_config.json: do_sample must be true or false, not {shown(do_sample)}")
         if do_sample is False and "temperature" not in overrides:
             defaults["temperature"] = 0.0
+        if (most := defaults.get("max_tokens")) is not None and most < defaults.get("min_tokens", 0):
+            defaults["min_tokens"] = most  # ends are banned up to the last token then, as in transformers
         return cls(**defaults).under(overrides)
 
     def under(self, given: Mapping[str, Any]) -> SamplingParams:
@@ -399,14 +399,6 @@ def params_for(params: SamplingParams | Sequence[SamplingParams], count: int) ->
     if len(params) != count:
         raise UsageError(f"{count} prompts and {len(params)} sampling parameters", "give one for all, or one for each")
     return list(params)
-
-
-def _bans(suppressed: object, vocab_size: int) -> LogitBias | None:
-    try:
-        ids = token_ids("suppress_tokens", suppressed, MAX_LOGIT_BIASES)
-    except UsageError as error:
-        raise CheckpointError(f"generation_config.json: {error.message}", "correct the file") from error
-    return LogitBias({token_id: -MAX_LOGIT_BIAS for token_id in ids if token_id < vocab_size}) or None
 
 
 def _trusted(cls: type[SamplingParams], theirs: str, ours: str, value: object) -> Any:

@@ -118,7 +118,7 @@ def run_trial(
         if trial.depth:
             llm.generate(known, greedy(1))
         prompts = [[*before, *drawn_ids(draw, max(trial.num_prompt, 1), vocab_size, reserved)] for before in known]
-        params = greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen)
+        params = replace(greedy(trial.num_gen + 1 if trial.num_prompt else trial.num_gen), target_language=_any_language(llm))
         began = procedure.clock()
         outputs = [] if trial.embeds else llm.generate(prompts, params)
         if trial.embeds:
@@ -139,6 +139,14 @@ def name_of(trial: Trial) -> str:
 def greedy(count: int) -> SamplingParams:
     """Exactly so many tokens, the likeliest ones."""
     return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True)
+
+
+def _any_language(llm: LLM) -> str | None:
+    """Of a model that has to be told one."""
+    reading = None if llm.senses is None else llm.senses.reading
+    if reading is None or reading.languages is None or not reading.needs_target:
+        return None
+    return reading.languages.tokens[0][0]
 
 
 def reserved_tokens(llm: LLM) -> set[int]:

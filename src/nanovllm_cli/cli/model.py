@@ -199,7 +199,9 @@ class Prompting:
         hearing, wishes = self.llm.hearing, question.wishes
         if hearing is None:
             flag = (wishes.flags or ["--language"])[0]
-            raise UsageError(f"{self.llm.name} hears nothing: {flag} has no meaning", "take a model that does")
+            translates = self.llm.tokenizer.languages is not None
+            hint = "--target-language says into which to translate" if translates else "take a model that does"
+            raise UsageError(f"{self.llm.name} hears nothing: {flag} has no meaning", hint)
         if flags := wishes.flags:
             raise UsageError(f"{flags[0]} is for Whispers, and {self.llm.name} is none", "leave it out, or take whisper:tiny")
         if len(question.sounds) != 1 or kind_of(question.sounds[0]) != SOUNDS:

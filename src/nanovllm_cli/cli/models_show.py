@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from nanovllm_cli.weights.source import ResolvedModel
 
 EXAMPLE = "for example: nanovllm models show tiny"
-TEMPLATE_LINES = 6
+TEMPLATE_LINES, _SOME = 6, 8
 _LICENCE_BYTES = 64 << 10
 
 
@@ -160,13 +160,26 @@ def _record(
                       "ranks": facts.embedding.ranks,
                       "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head,
                       "refusal": None if facts.embedding.refusal is None else facts.embedding.refusal.message},
-        "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(checkpoint.generation_config),
+        "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(_settings(checkpoint, tokenizer)),
+        "languages": _languages(tokenizer),
         "tensors": [
             {"class": each.name, "count": each.count, "numbers": each.numbers, "bytes": each.num_bytes,
              "types": dict(each.types), "bits": round(each.bits, 4)}
             for each in facts.classes
         ],
     }  # fmt: skip
+
+
+def _settings(checkpoint: Checkpoint, tokenizer: Tokenizer | None) -> dict[str, Any]:
+    from nanovllm_cli.weights.reading import own_settings
+
+    return own_settings(checkpoint, None if tokenizer is None else tokenizer.languages)
+
+
+def _languages(tokenizer: Tokenizer | None) -> list[str]:
+    """Codes of those that it is told; none of most models."""
+    known = None if tokenizer is None else tokenizer.languages
+    return [] if known is None else list(known.codes)
 
 
 def _heads(facts: Facts) -> dict[str, int]:
@@ -262,7 +275,7 @@ def _print(
     from nanovllm_cli.planning.facts import generation_defaults, rope_words
 
     spec, heads = facts.spec, _heads(facts)
-    defaults = generation_defaults(checkpoint.generation_config)
+    defaults = generation_defaults(_settings(checkpoint, tokenizer))
     lines = [
         ("model", str(found)),
         ("architecture", f"{spec.architecture}: {spec.num_layers} layers of {spec.hidden_size:,}, {_heads_in_words(facts)}"),
@@ -276,6 +289,9 @@ def _print(
     ]  # fmt: skip
     if spec.encoder is not None:
         lines.insert(2, ("encoder", f"{spec.encoder.num_layers} layers of {spec.hidden_size:,}, which read what is asked"))
+    if codes := _languages(tokenizer):
+        some = ", ".join(codes[:_SOME]) + (", …" if len(codes) > _SOME else "")
+        lines.insert(3, ("languages", one_line(f"{len(codes)}, told by --target-language: {some}")))
     if (words := _embedding_in_words(facts)) is not None:
         lines.insert(3, ("embedding", words))
     if (vision := facts.vision) is not None:

@@ -114,12 +114,23 @@ class SamplingOptions:
     min_repeat_size: int | None = _sampling("min_repeat_size", "--min-repeat-size", help="The fewest.")
     bad_word: list[str] | None = option("--bad-word", help="Never said. Repeatable.", panel=SAMPLING, metavar="TEXT")
     min_tokens: int | None = _sampling("min_tokens", "--min-tokens", help="No end before this many tokens.")
+    no_repeat_ngram_size: int | None = _sampling(
+        "no_repeat_ngram_size", "--no-repeat-ngram-size", help="No so many tokens in a row are said twice; 0 is off."
+    )
     num_beams: int | None = _sampling(
         "num_beams", "--beams", "--num-beams", "--beam-size",
         help="From 2 on, nothing is drawn: the likeliest answer is looked for among so many beginnings, and comes at once.",
     )
     length_penalty: float | None = _sampling(
         "length_penalty", "--length-penalty", help="Beams: a score is divided by the answer's length to this power."
+    )
+    source_language: str | None = option(
+        "--source-language", "--src-lang",
+        help="Of the prompt, to a model that translates and is told it, a code or a name: en, German. [as its files say]",
+        panel=SAMPLING, metavar="NAME",
+    )
+    target_language: str | None = option(
+        "--target-language", "--tgt-lang", help="Of the answer, alike.", panel=SAMPLING, metavar="NAME"
     )
 
     @parsers.by_their_flags()

@@ -13,11 +13,12 @@ others do, and what the prefix cache has of it is not computed again. So caches 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Set
 from dataclasses import replace
 from typing import NamedTuple
 
 from nanovllm_cli.engine.plan import Drawn, TokenLogprobs
+from nanovllm_cli.engine.sampling_ngrams import WrittenNgrams
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.sequence import Request, Sequence
 from nanovllm_cli.errors import UsageError
@@ -36,23 +37,39 @@ class Beam(NamedTuple):
 class BeamSearch:
     """Of one prompt. beams: what is gone on with, the likeliest first. found: answers, the best first, with their scores.
 
-    end_ids: tokens that end an answer. max_tokens: of the longest one.
+    end_ids: tokens that end an answer. max_tokens: of the longest one. own: tokens that it begins behind, of which the last
+    `told` count as its own where it is scored: languages that a decoder is told, for transformers draws them.
     """
 
-    def __init__(self, num_beams: int, length_penalty: float, end_ids: Collection[int], max_tokens: int) -> None:
-        self._num_beams, self._length_penalty = num_beams, length_penalty
+    def __init__(
+        self, params: SamplingParams, end_ids: Collection[int], max_tokens: int, own: tuple[int, ...] = (), told: int = 0
+    ) -> None:
+        self._num_beams, self._length_penalty = params.num_beams, params.length_penalty
         self._end_ids, self._max_tokens = frozenset(end_ids), max_tokens
+        self._min_tokens, self._ngram, self._own, self._told = params.min_tokens, params.no_repeat_ngram_size, own, told
         self.beams = [Beam()]
         self.found: list[tuple[float, Beam]] = []
 
     @property
     def num_tops(self) -> int:
-        """How many of a beam's next tokens have to be known: as many as there are beams, and all that might end it."""
-        return self._num_beams + len(self._end_ids)
+        """How many of a beam's next tokens have to be known: as many as there are beams, all that might end it, and all that are
+        banned."""
+        most = max(len(self._repeats(beam)) for beam in self.beams) if self._ngram else 0
+        return self._num_beams + len(self._end_ids) + most
+
+    def _repeats(self, beam: Beam) -> Set[int]:
+        return WrittenNgrams(self._ngram, (*self._own, *beam.token_ids)).banned
+
+    def _banned(self, beam: Beam) -> Set[int]:
+        ends = self._end_ids if len(beam.token_ids) < self._min_tokens else frozenset()
+        return ends | self._repeats(beam) if self._ngram else ends
 
     def go_on(self, rows: list[TokenLogprobs]) -> bool:
         """rows: of each beam, its likeliest next tokens. Whether the search goes on."""
-        order = [(beam.total + logprob, i, j) for i, beam in enumerate(self.beams) for j, (_, logprob) in enumerate(rows[i].top)]
+        order: list[tuple[float, int, int]] = []
+        for i, beam in enumerate(self.beams):
+            banned = self._banned(beam)
+            order += [(beam.total + logprob, i, j) for j, (token_id, logprob) in enumerate(rows[i].top) if token_id not in banned]
         order.sort(key=lambda each: (-each[0], *each[1:]))
         kept: list[Beam] = []
         length = len(self.beams[0].token_ids) + 1
@@ -74,28 +91,29 @@ class BeamSearch:
         return self._score(kept[0].total, length) > self.found[-1][0]
 
     def _score(self, total: float, length: int) -> float:
-        return float(total / length**self._length_penalty)
+        return float(total / (length + self._told) ** self._length_penalty)
 
 
 def check_beams(params: SamplingParams, end_ids: Collection[int], vocab_size: int) -> None:
     """Raises UsageError for more than can be looked at."""
+    if params.num_beams > 1 and params.no_repeat_ngram_size == 1:
+        raise UsageError("no_repeat_ngram_size: 1 bans all that was said, which beams don't look beyond", "2 or more")
     if params.num_beams > 1 and params.num_beams + len(end_ids) > min(MAX_LOGPROBS, vocab_size):
         what = f"num_beams: {params.num_beams} of them, and {len(end_ids)} tokens that end an answer"
         raise UsageError(what, f"{min(MAX_LOGPROBS, vocab_size)} are looked at behind each")
 
 
 class Searching:
-    """A request whose answers are looked for, and who waits to compute it. seq_ids: numbers for its sequences."""
+    """A request whose answers are looked for, and who waits to compute it. seq_ids: numbers for its sequences. vocab_size: of the
+    model."""
 
-    def __init__(self, request: Request, scheduler: Scheduler, seq_ids: Iterator[int]) -> None:
+    def __init__(self, request: Request, scheduler: Scheduler, seq_ids: Iterator[int], vocab_size: int) -> None:
         params = request.params
         self._request, self._scheduler, self._seq_ids = request, scheduler, seq_ids
+        self._vocab_size = vocab_size
         max_tokens = request.max_len - len(request.prompt_ids)
-        self._search = BeamSearch(params.num_beams, params.length_penalty, request.stop_ids, max_tokens)
-        tops = self._search.num_tops
-        self._params = SamplingParams(
-            temperature=0.0, max_tokens=1, logprobs=tops, ignore_eos=True, lora=params.lora, transcript=params.transcript
-        )
+        own, is_read = request.own_ids, len(request.own_ids) < len(request.prompt_ids)
+        self._search = BeamSearch(params, request.stop_ids, max_tokens, own, len(own) - 1 if is_read else 0)
         self._drawn: dict[int, TokenLogprobs] = {}
         self._sequences: list[Sequence] = []
         self._add()
@@ -115,6 +133,9 @@ class Searching:
         if len(self._drawn) < len(self._sequences):
             return []
         if self._search.go_on([self._drawn[i] for i in range(len(self._sequences))]):
+            if self._search.num_tops > MAX_LOGPROBS:
+                error = f"no_repeat_ngram_size bans so much that more than {MAX_LOGPROBS} tokens would have to be looked at"
+                return [Drawn(sequence.seq_id, [], error=error, unmeetable=True)] * self._request.params.n
             self._add()
             return []
         return [self._answer(beam) for _, beam in self._search.found[: self._request.params.n]]
@@ -132,10 +153,14 @@ class Searching:
     def _add(self) -> None:
         """A round: a sequence for each beam, whose tokens are behind the prompt as if it had drawn them."""
         whole, parents, self._sequences, self._drawn = self._request, self._sequences, [], {}
+        params = SamplingParams(
+            temperature=0.0, max_tokens=1, logprobs=min(self._search.num_tops, self._vocab_size), ignore_eos=True,
+            lora=whole.params.lora, transcript=whole.params.transcript,
+        )  # fmt: skip
         for index, beam in enumerate(self._search.beams):
             token_ids = [*whole.prompt_ids, *beam.token_ids]
             request = replace(
-                whole, params=self._params, max_len=len(token_ids) + 1, stop_ids=(), sequences=[], stages_left={},
+                whole, params=params, max_len=len(token_ids) + 1, stop_ids=(), sequences=[], stages_left={},
                 runs_ahead=False, num_preemptions=0, num_cached_tokens=0, num_computed_prompt_tokens=0,
             )  # fmt: skip
             sequence = Sequence(next(self._seq_ids), request, index, 0, token_ids)

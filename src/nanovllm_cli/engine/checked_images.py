@@ -5,13 +5,18 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import NamedTuple
 
-from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.leading import are_led
 from nanovllm_cli.model_spec import ModelSpec
+from nanovllm_cli.reading_spec import ReadingSpec
+from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.image_tokens import image_token, video_token
+from nanovllm_cli.text.languages import language_code
 from nanovllm_cli.text.tokenizer import Tokenizer
-from nanovllm_cli.vision_spec import PlacedImage, Sound, TokenIds
+from nanovllm_cli.vision_spec import Image, PlacedImage, Sound, TokenIds
+
+READ_HINT = "its encoder has positions for so many: cut the text at the ends of sentences, and send the parts"
 
 
 class Seeing(NamedTuple):
@@ -69,14 +74,49 @@ def checked_images(
 
 
 def led_prompt(
-    seeing: Seeing | None, given: Iterable[int], prompt: tuple[int, ...], salt: str | None
+    seeing: Seeing | None, given: Iterable[int], prompt: tuple[int, ...], salt: str | None, params: SamplingParams
 ) -> tuple[tuple[int, ...], tuple[PlacedImage, ...]]:
     """A prompt and its images, checked as above; where an encoder reads it, what the decoder begins with, and the text."""
     images = checked_images(seeing, given, prompt, salt)
-    if seeing is None or seeing.senses.reading is None:
+    reading = None if seeing is None else seeing.senses.reading
+    source, target = _languages(reading, params)
+    if reading is None:
         return prompt, images
-    read = seeing.senses.reading.prompt(prompt)
+    read = reading.prompt(prompt, source, target)
+    _check_read(read.images[0].image, reading)
     return tuple(read), tuple([each if salt is None else each.salted(salt) for each in read.images])
+
+
+def _languages(reading: ReadingSpec | None, params: SamplingParams) -> tuple[int | None, int | None]:
+    """Tokens of the languages that a request names, where it does. Raises UsageError."""
+    known = None if reading is None else reading.languages
+    named = {"source_language": params.source_language, "target_language": params.target_language}
+    if reading is None or known is None:
+        if field := next((field for field, name in named.items() if name is not None), None):
+            raise UsageError(f"{field} has no meaning: this model is told no languages", "leave it out")
+        return None, None
+    if params.source_language is not None and known.source == "none":
+        raise UsageError("source_language has no meaning: this model is told only into which it translates", "leave it out")
+    if params.target_language is None and reading.needs_target:
+        told = f"this model translates into {len(known.tokens)} languages, and nothing says into which"
+        raise UsageError(told, "target_language, or --target-language, names one: de, German, deu_Latn")
+    codes = known.codes
+    found = [None if name is None else codes[_code(field, name, codes)] for field, name in named.items()]
+    return found[0], found[1]
+
+
+def _code(field: str, name: str, codes: Iterable[str]) -> str:
+    try:
+        return language_code(name, list(codes))
+    except UsageError as error:
+        raise UsageError(f"{field}: {error.message}", error.hint) from None
+
+
+def _check_read(text: Image | Sound, reading: ReadingSpec) -> None:
+    """Of a text with its language's token."""
+    assert isinstance(text, Sound)
+    if reading.most_read is not None and text.frames > reading.most_read:
+        raise PromptTooLongError(text.frames, reading.most_read, READ_HINT)
 
 
 def _are_led(images: tuple[PlacedImage, ...], prompt: tuple[int, ...], token: int | None) -> bool:

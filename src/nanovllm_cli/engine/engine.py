@@ -24,7 +24,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.answer import Answer, DetokenizerFactory, detokenizers_of
 from nanovllm_cli.engine.beams import Searching, check_beams
 from nanovllm_cli.engine.block_manager import BlockManager
-from nanovllm_cli.engine.checked_images import Seeing, checked_images, led_prompt
+from nanovllm_cli.engine.checked_images import READ_HINT, Seeing, checked_images, led_prompt
 from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
@@ -158,10 +158,14 @@ class Engine:
         params.check_vocabulary(self._vocab_size)
         lora = self._lora(params.lora)
         asked = self._checked_prompt(prompt_ids)
-        prompt, images = led_prompt(self._seeing, prompt_ids, asked, cache_salt)
+        prompt, images = led_prompt(self._seeing, prompt_ids, asked, cache_salt, params)
         if params.prompt_logprobs is not None and any(each.leads for each in images):
             raise UnsupportedError("prompt_logprobs of a text that an encoder reads, or behind sounds and images", "leave it out")
         room = self._context_len - len(prompt)
+        if self._reading is not None and self._reading.most_written is not None:
+            room = min(room, self._reading.most_written - self._reading.num_begun(prompt, images))
+        if room < 1:  # a language's token has come beside what was asked
+            raise PromptTooLongError(len(prompt), self._context_len)
         answer_len = room if params.max_tokens is None else min(params.max_tokens, room)
         eos_ids = () if params.ignore_eos else self._eos_ids
         request = Request(
@@ -275,7 +279,10 @@ class Engine:
 
     def check_length(self, num_tokens: int, room: int = 1) -> None:
         """Raises PromptTooLongError for a prompt of so many tokens. room: tokens that are to fit behind it."""
-        num_tokens = num_tokens if self._reading is None else self._reading.num_tokens(num_tokens)
+        if self._reading is not None:
+            if self._reading.most_read is not None and num_tokens > self._reading.most_read:
+                raise PromptTooLongError(num_tokens, self._reading.most_read, READ_HINT)
+            num_tokens = self._reading.num_tokens(num_tokens)
         if num_tokens + room > self._context_len:
             hint = "that fills the KV cache: give it more memory" if self._context_len < self._max_model_len else None
             raise PromptTooLongError(num_tokens, self._context_len, hint)
@@ -334,7 +341,7 @@ class Engine:
         if params.num_beams > 1:
             for sequence in request.sequences:
                 sequence.status = Status.FINISHED  # in their place those of a search are scheduled
-            live.search = Searching(request, self._scheduler, self._seq_ids)
+            live.search = Searching(request, self._scheduler, self._seq_ids, self._vocab_size)
         elif request.prepared is None:
             self._scheduler.add(request)
         else:

@@ -118,6 +118,8 @@ class LoadedModel:
         if config.activations != "auto" and set(self.formats) == {None}:
             progress.note("activations changes nothing: no weight of this model is quantized")
         load_weights(self.model, checkpoint, reader, progress)
+        if self.sight is not None and (reading := self.sight.senses.reading) is not None and reading.never:
+            self.model.head.silence(reading.never)
         self.model.directions = {layer: each.to(self.model.device) for layer, each in directions.items()}
         self._beside = {}
         self._count()

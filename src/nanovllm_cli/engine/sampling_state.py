@@ -1,7 +1,8 @@
 """What one sequence's next draw depends on beside the model's logits: its parameters, and the tokens so far.
 
 Both as data that the whole step's rows are changed by together (`kernels.cpu_sampling`): the ids it allows, and edits
-of single logits, in vLLM's order: bad words, min_tokens, logit_bias, penalties; DRY comes last, as behind llama.cpp's penalties.
+of single logits, in vLLM's order: bad words, n-grams, min_tokens, logit_bias, penalties; DRY comes last, as behind llama.cpp's
+penalties.
 What they cost grows with what a request asks for and with its length, not with the vocabulary.
 """
 
@@ -15,6 +16,7 @@ from nanovllm_cli.constrain.guide import Guide
 from nanovllm_cli.engine.plan import NewSequence
 from nanovllm_cli.engine.sampling_chain import Chain
 from nanovllm_cli.engine.sampling_dry import DryHistory, DryPrompt
+from nanovllm_cli.engine.sampling_ngrams import WrittenNgrams
 from nanovllm_cli.engine.sampling_transcript import TranscriptMask
 from nanovllm_cli.kernels.cpu_sampling import Edits, Words, draw_settings, is_filtered, no_change, packed_bits
 from nanovllm_cli.kernels.cpu_sampling_edits import MINUS, SCALE, THEN_MINUS
@@ -69,6 +71,8 @@ class SequenceState:
         self._biases = no_change(list(biases))
         self._biases[:, MINUS] = [-bias for bias in biases.values()]
         self._counts = TokenCounts(new.prompt_ids, params) if params.has_penalties else None
+        size = params.no_repeat_ngram_size
+        self._ngrams = WrittenNgrams(size, new.prompt_ids) if size else None
         self._dry = DryHistory(dry_prompt, params) if dry_prompt is not None else None
         for token_id in new.drawn:
             self.append(token_id)
@@ -89,6 +93,7 @@ class SequenceState:
         return bool(
             self.allowed is not None
             or self._bad_words
+            or self._ngrams
             or len(self._biases)
             or self._bans_stop_ids
             or self._counts
@@ -122,6 +127,8 @@ class SequenceState:
         if self.chain is not None:
             self.chain.accept(memory)
             self.memories.append(self.chain.memory)
+        if self._ngrams is not None:
+            self._ngrams.append(token_id)
         if self._counts is not None:
             self._counts.append(token_id)
         if self._dry is not None:
@@ -136,6 +143,8 @@ class SequenceState:
     def bans(self) -> list[Edits]:
         """Of these what comes before all steps that have a name."""
         edits = [ban for begin, ban in self._bad_words if not begin or self.output_ids[-len(begin) :] == begin]
+        if self._ngrams is not None and (banned := self._ngrams.banned):
+            edits.append(_bans(sorted(banned)))
         return [*edits, *([self._stop_bans] if self._bans_stop_ids else ()), self._biases]
 
     def edits_of(self, step: str) -> Edits:

@@ -4,8 +4,8 @@ A sequence has a slot in the table from its first draw to its last. The host wri
 position and its token counts by themselves, so that a replayed graph goes on without the host. What a step says anew is `rows`:
 the slot of each row of logits. Addresses never change.
 
-Not here: top_n_sigma, typical_p, XTC, DRY, bad_words, penalties over a window, more than 20 logprobs, and random draws under
-a constraint that no filter narrows, which the CPU's sampler does (`on_device` tells).
+Not here: top_n_sigma, typical_p, XTC, DRY, bad_words, n-grams, penalties over a window, more than 20 logprobs, and random draws
+under a constraint that no filter narrows, which the CPU's sampler does (`on_device` tells).
 """
 
 from __future__ import annotations
@@ -63,7 +63,8 @@ def on_device(params: SamplingParams, stop_ids: Sequence[int]) -> bool:
     # The CPU's sampler makes these before it asks their constraint, with a second random number where that says no.
     asks_later = params.constraint is not None and not params.is_greedy and not is_filtered(draw_settings(params))
     filters = params.top_n_sigma > 0.0 or params.typical_p < 1.0 or params.has_xtc
-    others = filters or params.has_dry or params.bad_words or has_window or asks_later or chain_of(params) is not None
+    bans = params.bad_words or params.no_repeat_ngram_size > 0
+    others = filters or params.has_dry or bans or has_window or asks_later or chain_of(params) is not None
     too_many = (params.logprobs or 0) > MAX_LOGPROBS or (params.min_tokens > 0 and len(stop_ids) > MAX_STOP_IDS)
     return not others and not too_many and params.transcript is None
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import math
+from collections.abc import Sequence
+
 import torch
 
 from nanovllm_cli.kernels.ops import Hidden
@@ -34,8 +37,9 @@ class Head:
         cut = Cut((vocab_size,), gathers="first")  # only that one draws
         self.weight = kit.weight({"embedding" if tied else "head": vocab_size}, width, cut)
         self.bias = kit.zeros(vocab_size, dtype=torch.float32) if bias else None  # as logits are
+        self.has_bias = bias
         self.scales = None if factor is None else Scales({"head": vocab_size}, factor, kit)
-        self.tied = tied
+        self.tied, self.device = tied, kit.ops.device
 
     def __call__(self, x: Hidden) -> torch.Tensor:
         logits = self.weight.matmul(x, self.bias, torch.float32)
@@ -44,7 +48,13 @@ class Head:
     def slots(self) -> Slots:
         slots: Slots = {} if self.tied else {"weight": storage_slot(self.weight)}
         slots |= {} if self.scales is None else {"scales": self.scales.slots()["head_scales"]}
-        return slots | ({} if self.bias is None else {"bias": table_slot(self.bias)})
+        return slots | ({"bias": table_slot(self.bias)} if self.has_bias and self.bias is not None else {})
+
+    def silence(self, ids: Sequence[int]) -> None:
+        """These are never drawn, whatever is asked for, and no log-probability knows them."""
+        if self.bias is None:
+            self.bias = torch.zeros(self.weight.num_rows, device=self.device)
+        self.bias[list(ids)] = -math.inf
 
 
 def storage_slot(weight: WeightStorage) -> WeightSlot:

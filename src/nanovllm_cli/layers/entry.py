@@ -1,5 +1,5 @@
-"""What joins an embedding before the first layer: learned positions (GPT-2), segments and a norm as well (BERT, Devlin et al.
-2018), or a norm alone (NanoChat, BLOOM)."""
+"""What joins an embedding before the first layer: learned positions (GPT-2), sines of them (Vaswani et al. 2017), segments and a
+norm as well (BERT, Devlin et al. 2018), or a norm alone (NanoChat, BLOOM)."""
 
 from __future__ import annotations
 
@@ -17,28 +17,38 @@ from nanovllm_cli.quant.rows import QuantizedRows
 def entry_of(spec: EntrySpec, width: int, kit: Kit) -> Entry | Positions | NormedEntry | CenteredEntry | RescaledEntry:
     if spec.rescaled:
         return RescaledEntry(width, kit)
-    if spec.norm is None:
+    if spec.segments:
+        return Entry(spec, width, kit)
+    if spec.positions and (spec.norm is None or spec.norm.centered):
         return Positions(spec, width, kit)
-    if not spec.norm.centered:
-        return NormedEntry(spec, width, kit)
-    return Entry(spec, width, kit) if spec.positions or spec.segments else CenteredEntry(spec.norm, width, kit)
+    assert spec.norm is not None
+    return CenteredEntry(spec.norm, width, kit) if spec.norm.centered else NormedEntry(spec, width, kit)
 
 
 class Positions:
-    """embedding + position, in steps that can be recorded. Rows in front of the first position's are left aside."""
+    """embedding + position, or the norm of that, in steps that can be recorded. Rows in front of the first position's are left
+    aside."""
 
     def __init__(self, spec: EntrySpec, width: int, kit: Kit) -> None:
-        assert spec.norm is None
-        assert spec.segments == 0, "no decoder has these"
-        self.ops, self.unused = kit.ops, spec.first_position
+        self.ops, self.unused, self.is_made = kit.ops, spec.first_position, spec.waves > 0
         self.weight = kit.undivided.weight({"positions": spec.positions - self.unused}, width)
+        self.norm = None if spec.norm is None else StreamNorm(spec.norm, width, kit)
+        if self.is_made:
+            self.weight.load_rows(0, _waves(range(self.unused, spec.positions), spec.waves, width))
 
     def __call__(self, rows: torch.Tensor, positions: torch.Tensor, segments: torch.Tensor | None) -> torch.Tensor:
         """See `Entry`."""
-        return self.ops.add(rows, self.weight.rows(positions, None))
+        found = self.weight.rows(positions, None)
+        if self.norm is None:
+            return self.ops.add(rows, found)
+        self.norm(found, rows)
+        return rows
 
     def slots(self) -> Slots:
-        return {"positions.weight": WeightSlot((self.unused + self.weight.num_rows, self.weight.width), self._load)}
+        shape = self.unused + self.weight.num_rows, self.weight.width
+        slots = {} if self.is_made else {"positions.weight": WeightSlot(shape, self._load)}
+        norm = {} if self.norm is None else self.norm.slots()
+        return slots | {f"entry_norm.{name}": slot for name, slot in norm.items()}
 
     def _load(self, rows: torch.Tensor | QuantizedRows, first: int) -> None:
         assert isinstance(rows, torch.Tensor), "which stays plain in all formats"
@@ -77,6 +87,13 @@ class CenteredEntry:
 
     def slots(self) -> Slots:
         return {f"entry_norm.{name}": slot for name, slot in self.norm.slots().items()}
+
+
+def _waves(positions: range, waves: int, width: int) -> torch.Tensor:
+    """[positions, width]; see `EntrySpec`."""
+    divisors = 1e4 ** (torch.arange(width // 2, dtype=torch.float64) / waves)
+    angles = torch.tensor(positions, dtype=torch.float64)[:, None] / divisors
+    return torch.cat([angles.sin(), angles.cos()], 1).float()
 
 
 class Entry:

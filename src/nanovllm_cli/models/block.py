@@ -78,7 +78,8 @@ class Block:
         self.channel = ChannelShift(spec.mixer, width, kit) if isinstance(spec.mixer, WkvSpec) else None
         assert self.channel is None or (spec.order, self.scales, spec.rescaled) == ("pre", (1.0, 1.0), False), "nor elsewhere"
         changed = spec.bare or spec.rescaled or spec.factors or spec.streams or self.scales != (1.0, 1.0)
-        assert self.cross is None or (spec.order == "pre" and self.has_halves and not changed), "nor attention to an encoder"
+        may_cross = (spec.order == "pre" and self.has_halves) or spec.order == "original"
+        assert self.cross is None or (may_cross and not changed), "nor attention to an encoder"
         assert self.looks is None or (spec.order == "pre" and spec.mixer is None and not (changed or self.cross)), "nor a look"
         self.is_scaled, self.factor = spec.scaled, 1.0
         self.joins = [RescaledJoin(kind, width, kit) for kind in ("attention", "mlp")] if spec.rescaled else []
@@ -247,6 +248,8 @@ class Block:
         assert self.mixer is not None
         assert self.mlp is not None
         self.closing["after_attention_norm"](self.mixer(stream, inputs, cache), stream)
+        if self.cross is not None:
+            self.closing["cross_norm"](self.cross(stream, inputs, cache), stream)
         self.closing["after_mlp_norm"](_computed(self.mlp, stream, inputs.batch.slots), stream)
 
     def _streamed(self, altup: AltUp, streams: torch.Tensor, inputs: StepInputs, cache: LayerCache, own: torch.Tensor) -> None:

@@ -97,6 +97,7 @@ class Family:
     interleaved: bool = False  # rotary pairs lie side by side
     ungated: Mapping[str, str] = field(default_factory=dict)  # activations of MLPs, by their names in configs, that have no gate
     both_ways: bool = False  # tokens see those behind them
+    has_encoder: bool = False  # which reads a text that layers attend to
     # It guesses for another model, and does nothing by itself: by what that one keeps (`assistant.py`), or by rows of its layers
     # (`eagle.py`).
     assists: Literal["", "cache", "rows"] = ""

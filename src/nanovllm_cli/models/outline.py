@@ -25,6 +25,9 @@ class _Weight:
     def __init__(self, parts: Mapping[str, int], width: int, share: Share | None) -> None:
         self.num_rows, self.width = sum(parts.values()), width
 
+    def load_rows(self, first_row: int, rows: torch.Tensor) -> None:
+        """Of numbers that no checkpoint has."""
+
 
 class _Nowhere:
     """Of `Ops` as much as building asks for: where tensors are, and what holds nothing."""

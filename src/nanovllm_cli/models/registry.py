@@ -14,6 +14,7 @@ from nanovllm_cli.models.apertus import APERTUS, APERTUS_1_5
 from nanovllm_cli.models.axk import AXK1, AXK2
 from nanovllm_cli.models.bailing import BAILING_MOE, BAILING_MOE2, SARVAM_MOE
 from nanovllm_cli.models.bailing_hybrid import BAILING_HYBRID
+from nanovllm_cli.models.bart import BART_FAMILIES
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
@@ -344,6 +345,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "StepVLForConditionalGeneration": QWEN3,
     **dict.fromkeys(("K2HorizonForCausalLM", "K2AuroraForCausalLM"), K2_HORIZON),
     "OuroForCausalLM": OURO,
+    **BART_FAMILIES,
     **{kind: T5_FAMILIES[name, name != "t5"] for kind, name in T5_NAMES.items()},
     "TalkieForCausalLM": TALKIE,
     "VoxtralForConditionalGeneration": VOXTRAL,

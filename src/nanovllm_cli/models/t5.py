@@ -151,6 +151,7 @@ def _family(name: str, *, gated: bool) -> Family:
     by_layer = name == "umt5"
     return Family(
         name,
+        has_encoder=True,
         ungated={theirs: ours for theirs, ours in _ACTIVATIONS.items() if theirs.startswith("gated-") == gated},
         tied_by_default=True,
         config=partial(_usual_keys, _DEFAULTS if name == "t5" else _NEWER),

@@ -34,11 +34,12 @@ _KEYS = {
     "activation_function": "hidden_act",
 }  # fmt: skip
 _PLACE = "model.decoder"
-_PARTS = {
+PARTS = {
     "attention_norm": "self_attn_layer_norm", "cross_norm": "encoder_attn_layer_norm", "mlp_norm": "final_layer_norm",
     "up": "fc1", "down": "fc2", "o": "self_attn.out_proj", "cross_o": "encoder_attn.out_proj",
     **{part: f"self_attn.{part}_proj" for part in "qkv"}, **{f"cross_{part}": f"encoder_attn.{part}_proj" for part in "qkv"},
 }  # fmt: skip
+"""Of a layer: our name -> that of fairseq, which transformers has kept in all that comes from there."""
 
 
 def _usual_keys(config: Mapping[str, Any]) -> Mapping[str, Any]:
@@ -75,7 +76,7 @@ WHISPER = Family(
         "embedding.weight": f"{_PLACE}.embed_tokens.weight",
         "positions.weight": f"{_PLACE}.embed_positions.weight",
         **weights_and_biases({
-            **modules("blocks.{i}.", f"{_PLACE}.layers.{{i}}.", _PARTS), "norm": f"{_PLACE}.layer_norm", "head": "proj_out",
+            **modules("blocks.{i}.", f"{_PLACE}.layers.{{i}}.", PARTS), "norm": f"{_PLACE}.layer_norm", "head": "proj_out",
         }),
     },
     hf=_from_hf,

@@ -166,6 +166,7 @@ def _in_words(rope: RopeSpec) -> str:
 
 def generation_defaults(config: Mapping[str, Any]) -> dict[str, Any]:
     """What generation_config.json says about sampling, in its own names."""
-    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "do_sample")
+    names = ("temperature", "top_k", "top_p", "min_p", "repetition_penalty", "max_new_tokens", "min_new_tokens",
+             "no_repeat_ngram_size", "length_penalty", "do_sample")  # fmt: skip
     found = {name: config[name] for name in names if isinstance(config.get(name), int | float)}
     return {name: shortest(value) if isinstance(value, float) else value for name, value in found.items()}

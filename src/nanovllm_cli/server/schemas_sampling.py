@@ -186,6 +186,9 @@ class SamplingFields(StrictModel):
         explained("names of steps in their order, or one text of their letters"),
     ] = None
     min_tokens: int | None = bounded("min_tokens")
+    no_repeat_ngram_size: int | None = bounded("no_repeat_ngram_size")
+    source_language: ShortText | None = None
+    target_language: ShortText | None = None
     num_beams: int | None = bounded("num_beams")
     use_beam_search: bool | None = None
     length_penalty: float | None = bounded("length_penalty")

@@ -41,6 +41,7 @@ from nanovllm_cli.text.answer_format import AnswerFormat, model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, check_variables
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.reading import own_settings
 from nanovllm_cli.weights.scoring import scoring_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
 
@@ -377,7 +378,8 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     """Reads everything but the weights. Raises as `LLM` does."""
     with open_checkpoint(settings.path, overrides=settings.config.overrides) as checkpoint:
         tokenizer = load_tokenizer(checkpoint)
-        generation_config, scoring = dict(checkpoint.generation_config), scoring_of(checkpoint, tokenizer, settings.chat_template)
+        generation_config = own_settings(checkpoint, tokenizer.languages)
+        scoring = scoring_of(checkpoint, tokenizer, settings.chat_template)
     template = None
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)

@@ -37,7 +37,8 @@ def in_vocabulary(senses: Senses, tokenizer: Tokenizer) -> Senses:
             sense = replace(sense, video=replace(video, tokens=of_frames) if is_there else None)
         return replace(sense, tokens=_known(tokens, tokenizer))
 
-    return Senses.of(*map(known, senses.all))._replace(reading=senses.reading)
+    reading = None if senses.reading is None else replace(senses.reading, languages=tokenizer.languages)
+    return Senses.of(*map(known, senses.all))._replace(reading=reading)
 
 
 def _known(tokens: ImageTokens, tokenizer: Tokenizer) -> ImageTokens:

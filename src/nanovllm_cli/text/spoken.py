@@ -32,7 +32,8 @@ _OTHERS = {
     "burmese": "my", "castilian": "es", "flemish": "nl", "haitian": "ht", "letzeburgesch": "lb", "mandarin": "zh",
     "moldavian": "ro", "moldovan": "ro", "panjabi": "pa", "pushto": "ps", "sinhalese": "si", "valencian": "ca",
 }  # fmt: skip
-_CODES = {**{name: code for code, name in LANGUAGES.items()}, **_OTHERS}
+CODES = {**{name: code for code, name in LANGUAGES.items()}, **_OTHERS}
+"""By the names that languages have in English."""
 
 
 def told(given: str | None) -> str | None:
@@ -44,7 +45,7 @@ def told(given: str | None) -> str | None:
 def language_of(given: str, known: Collection[str]) -> str:
     """The code of a language that is among `known` codes, by its code ("en", "en-US") or a name. Raises UsageError."""
     word = given.strip().lower()
-    code = _CODES.get(word) or word.replace("_", "-").partition("-")[0]
+    code = CODES.get(word) or word.replace("_", "-").partition("-")[0]
     if code not in known:
         raise UsageError(f"this model does not know the language {given[:40]!r}", nearest(word, known))
     return code
@@ -52,7 +53,7 @@ def language_of(given: str, known: Collection[str]) -> str:
 
 def nearest(word: str, known: Collection[str]) -> str:
     """What is said of a word that is no language: those whose names are like it, or all codes."""
-    names = {name: code for name, code in _CODES.items() if code in known}
+    names = {name: code for name, code in CODES.items() if code in known}
     near = difflib.get_close_matches(word[:40], names, n=3)
     if near:
         return f"near it: {', '.join(f'{name} ({names[name]})' for name in near)}"

@@ -20,7 +20,7 @@ from tokenizers import Regex as TokenizerRegex
 
 from nanovllm_cli.errors import CheckpointError, PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.text.token_bytes import byte_rule
-from nanovllm_cli.text.vocabulary import TokenizerParts, end_token_ids, guard_library, looks_like_control
+from nanovllm_cli.text.vocabulary import FOREIGN, TokenizerParts, end_token_ids, guard_library, looks_like_control
 
 _IDS = 1 << 32  # that the library can be asked for
 _PROBED_CHARS = 16
@@ -45,12 +45,14 @@ class Tokenizer:
         self._backend.encode_special_tokens = False
         self._prefix_ids, self._suffix_ids = list(parts.prefix_ids), list(parts.suffix_ids)
         self._between_ids = list(parts.between_ids)
+        self._num_known = parts.num_known
         self._rule = byte_rule(parts.backend)
         added = dict(sorted(parts.backend.get_added_tokens_decoder().items()))
         self._added: dict[int, AddedToken] = added
         around = (*parts.prefix_ids, *parts.suffix_ids)
         # Of a vocabulary whose ids have gaps there are others above it: to look at each takes a tenth of a second.
-        self.vocab_size = max(parts.backend.get_vocab_size(True), *(i + 1 for i in (-1, *added, *around)))
+        size = parts.backend.get_vocab_size(True) if parts.num_known is None else parts.num_known
+        self.vocab_size = max(size, *(i + 1 for i in (-1, *added, *around)))
         self._bytes: dict[int, bytes] = {}
         self.bos_id, self.eos_id, self.pad_id, self.unk_id = parts.bos_id, parts.eos_id, parts.pad_id, parts.unk_id
         self.special_ids: frozenset[int] = frozenset(token_id for token_id, token in added.items() if token.special)
@@ -67,6 +69,7 @@ class Tokenizer:
         nonce = secrets.token_hex(12)
         self._aliases = {text: f"\ue000{nonce}.{position}\ue001" for position, text in enumerate(self.control_tokens)}
         self.chat_templates: dict[str, str] = dict(parts.chat_templates)
+        self.languages = parts.languages
 
     @classmethod
     def from_folder(cls, path: str | Path) -> Tokenizer:
@@ -97,13 +100,19 @@ class Tokenizer:
         control tokens written in the text become their ids; without it they are ordinary characters. Raises UsageError
         for a text that is not valid Unicode.
         """
-        ids = _run(self._backend if parse_special else self._plain, text)
+        ids = self._known(_run(self._backend if parse_special else self._plain, text))
         return [*self._prefix_ids, *ids, *self._suffix_ids] if add_special_tokens else ids
 
     def encode_batch(self, texts: Sequence[str], *, parse_special: bool = True) -> list[list[int]]:
         """`encode` of every text, in parallel."""
         encoded = _run_all(self._backend if parse_special else self._plain, texts)
-        return [[*self._prefix_ids, *ids, *self._suffix_ids] for ids in encoded]
+        return [[*self._prefix_ids, *self._known(ids), *self._suffix_ids] for ids in encoded]
+
+    def _known(self, ids: list[int]) -> list[int]:
+        """The same with the unknown token for pieces that the model has no row for."""
+        if self._num_known is None or self.unk_id is None or max(ids, default=0) < self._num_known:
+            return ids
+        return [i if i < self._num_known else self.unk_id for i in ids]
 
     @property
     def reads_pairs(self) -> bool:
@@ -118,7 +127,7 @@ class Tokenizer:
         """
         if not self._between_ids:
             raise UnsupportedError("the tokenizer has nothing to put between two texts", "take a model that reads pairs of texts")
-        one, other = _run_all(self._plain, [first, second])
+        one, other = map(self._known, _run_all(self._plain, [first, second]))
         before = [*self._prefix_ids, *one, *self._between_ids]
         return Pair([*before, *other, *self._suffix_ids], len(before))
 
@@ -149,7 +158,7 @@ class Tokenizer:
         if not guarded:
             return self.encode(text, add_special_tokens=False)
         pieces.append(text[start:])
-        return [self._id_of_alias.get(token_id, token_id) for token_id in _run(self._plain, "".join(pieces))]
+        return self._known([self._id_of_alias.get(token_id, token_id) for token_id in _run(self._plain, "".join(pieces))])
 
     def check_fits(self, text: str, limit: int) -> None:
         """Raises PromptTooLongError, with a lower bound, for a text whose beginning alone has twice as many tokens: reading it
@@ -176,11 +185,13 @@ class Tokenizer:
 
     def id_to_token(self, token_id: int) -> str | None:
         """The token as the vocabulary writes it."""
-        return self._backend.id_to_token(token_id) if 0 <= token_id < _IDS else None
+        token = self._backend.id_to_token(token_id) if 0 <= token_id < _IDS else None
+        return None if token is None else token.removeprefix(FOREIGN)
 
     def token_to_id(self, token: str) -> int | None:
         """The id of a token written as the vocabulary writes it."""
-        return self._backend.token_to_id(token)
+        known = self._backend.token_to_id(token)
+        return self._backend.token_to_id(FOREIGN + token) if known is None else known
 
     @cached_property
     def longest_token(self) -> int:

@@ -1,7 +1,8 @@
 """Tokenizers from a model's folder, in the layouts of the Hugging Face hub.
 
-Tried in this order: `tokenizer.json`; `tokenizer.model` (SentencePiece); `tekken.json` (Mistral's); `vocab.json` with
-`merges.txt` (byte-level BPE); `tiktoken.model` (Moonshot's); `rwkv_vocab_v20230424.txt`. Beside them: `tokenizer_config.json`,
+Tried in this order: `tokenizer.json`; `tokenizer.model` or `spiece.model` (SentencePiece); `tekken.json` (Mistral's);
+`source.spm` with `vocab.json` (Marian's); `sentencepiece.bpe.model` (fairseq's); `vocab.json` with `merges.txt` (byte-level BPE);
+`tiktoken.model` (Moonshot's); `rwkv_vocab_v20230424.txt`. Beside them: `tokenizer_config.json`,
 `special_tokens_map.json`, `added_tokens.json` and chat templates. The files are untrusted: sizes are capped, and what is broken
 raises CheckpointError with the file's name.
 """
@@ -18,7 +19,7 @@ import tokenizers
 from tokenizers import AddedToken, normalizers, pre_tokenizers
 
 from nanovllm_cli.errors import AccessRefusedError, CheckpointError
-from nanovllm_cli.text import byte_ranks, tekken, world
+from nanovllm_cli.text import byte_ranks, tekken, translators, world
 from nanovllm_cli.text.charsmap import check_charsmap
 from nanovllm_cli.text.pre_tokenizers import pre_tokenization
 from nanovllm_cli.text.sentencepiece import PieceVocabulary, build_pieces, read_model, special_pieces
@@ -36,6 +37,9 @@ _OWN_TEMPLATES = {"k2_horizon": "chat_template_generation.jinja"}
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
 
 _ROLES = ("bos_token", "eos_token", "pad_token", "unk_token", "sep_token", "cls_token", "mask_token")
+_SURROUNDED = ("BartTokenizer", "RobertaTokenizer", "bart", "roberta")
+"""Classes, and kinds of models where none is named, whose texts stand between two tokens."""
+_FURTHER = ("additional_special_tokens", "extra_special_tokens")
 _LETTERS = {"do_lower_case": "lowercase", "strip_accents": "strip_accents", "tokenize_chinese_chars": "handle_chinese_chars"}
 _OF_NO_FAMILY = ("PreTrainedTokenizerFast", "TokenizersBackend")
 _FLAGS = ("lstrip", "rstrip", "single_word", "normalized")
@@ -59,6 +63,7 @@ def load_folder(folder: Path) -> TokenizerParts:
         token_id = (world.id_of(backend, content) if parts.is_world else backend.token_to_id(content)) if content else None
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
+    translators.told_languages(parts, config, _read_object(folder / "config.json").get("model_type"))
     _surround(parts, config)
     _lower(backend, _read_object(folder / "sentence_bert_config.json"))
     parts.chat_templates = _templates(folder, config) or parts.chat_templates
@@ -82,12 +87,17 @@ def _vocabulary(folder: Path, config: dict[str, Any], roles: dict[str, Any]) -> 
     if pieces.is_file() or (pieces := folder / _T5).is_file():
         vocabulary = read_model(_read_bytes(pieces, MAX_VOCABULARY_BYTES))
         with guard_library(pieces.name):
+            if pieces.name == _T5 and translators.class_of(config) == "PegasusTokenizer":
+                return translators.read_pegasus(vocabulary, config)
             parts = _from_pieces(vocabulary, config)
             if pieces.name == _T5:
                 _add_marks(parts.backend, config)
             return parts
     if (own := folder / tekken.FILE).is_file():
         return tekken.read_tekken(_read_object(own, byte_ranks.MAX_FILE_BYTES))
+    for name in (translators.MARIAN, translators.FAIRSEQ):
+        if (pieces := folder / name).is_file():
+            return _translator(folder, pieces, config, roles)
     if vocab.is_file() and (folder / "merges.txt").is_file():
         return _from_vocab_and_merges(folder, config)
     if (own := folder / byte_ranks.TIKTOKEN).is_file():
@@ -95,8 +105,8 @@ def _vocabulary(folder: Path, config: dict[str, Any], roles: dict[str, Any]) -> 
     if (own := folder / world.FILE).is_file():
         return world.read_world(_read_text(own, byte_ranks.MAX_FILE_BYTES), config, roles)
     raise CheckpointError(
-        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, {_T5}, tekken.json, vocab.json with "
-        f"merges.txt, {byte_ranks.TIKTOKEN} nor {world.FILE}",
+        f"no tokenizer in {folder.name}: neither tokenizer.json, tokenizer.model, {_T5}, tekken.json, "
+        f"{translators.MARIAN}, {translators.FAIRSEQ}, vocab.json with merges.txt, {byte_ranks.TIKTOKEN} nor {world.FILE}",
         "copy the tokenizer files of the original model into the folder",
     )
 
@@ -120,6 +130,23 @@ def _from_pieces(vocabulary: PieceVocabulary, config: dict[str, Any]) -> Tokeniz
     return parts
 
 
+def _translator(folder: Path, file: Path, config: dict[str, Any], roles: dict[str, Any]) -> TokenizerParts:
+    pieces, vocab = read_model(_read_bytes(file, MAX_VOCABULARY_BYTES)), folder / translators.VOCAB
+    ids = _read_object(vocab, MAX_VOCABULARY_BYTES)
+    with guard_library(file.name):
+        if file.name == translators.MARIAN:
+            return translators.read_marian(pieces, ids, config)
+        if vocab.is_file():
+            return translators.read_m2m100(pieces, ids, config)
+        named = [_content(each) for key in _FURTHER for each in _listed(roles.get(key))]
+        kind = _read_object(folder / "config.json").get("model_type")
+        return translators.read_fairseq(pieces, config, kind, [each for each in named if each])
+
+
+def _listed(value: Any) -> list[Any]:
+    return value if isinstance(value, list) else []
+
+
 def _add_marks(backend: tokenizers.Tokenizer, config: dict[str, Any]) -> None:
     """Tokens behind the pieces of a T5's, which stand for what is left out of a text, the first one last: so transformers'
     T5Tokenizer has it."""
@@ -140,7 +167,9 @@ def _from_vocab_and_merges(folder: Path, config: dict[str, Any]) -> TokenizerPar
         raise CheckpointError(f"{folder.name}/merges.txt holds a line that is not a pair")
     rule = pre_tokenization("qwen2" if "Qwen2" in str(config.get("tokenizer_class", "")) else "gpt-2")
     with guard_library("vocab.json with merges.txt"):
-        return TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+        parts = TokenizerParts(rule.backend(vocab, merges))  # type: ignore[arg-type]
+        kind = translators.class_of(config) or _read_object(folder / "config.json").get("model_type")
+        return translators.surrounded(parts) if kind in _SURROUNDED else parts
 
 
 def _check_charsmaps(pairs: list[tuple[str, Any]]) -> None:
@@ -255,9 +284,8 @@ def _add_listed(backend: tokenizers.Tokenizer, config: dict[str, Any], legacy: d
 def _add_roles(backend: tokenizers.Tokenizer, roles: dict[str, Any]) -> None:
     """BOS, EOS and the like are special even where the vocabulary file does not flag them."""
     named: list[Any] = [roles.get(role) for role in _ROLES]
-    for key in ("additional_special_tokens", "extra_special_tokens"):
-        more = roles.get(key)
-        named += more if isinstance(more, list) else []
+    for key in _FURTHER:
+        named += _listed(roles.get(key))
     special = {token.content for token in backend.get_added_tokens_decoder().values() if token.special}
     for value in named:
         content = _content(value)

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import tokenizers
 
 from nanovllm_cli.errors import CheckpointError, NanovllmError
+from nanovllm_cli.reading_spec import LanguageTokens
 
 # Tokens that end an answer in one of the known prompt formats; llama.cpp keeps the same list ("end of generation").
 END_TOKENS = frozenset(
@@ -30,6 +31,10 @@ GEMMA_TAGS = frozenset(
         "<|channel>", "<channel|>", "<|tool_call>", "<tool_call|>", "<|tool_response>", "<tool_response|>", '<|"|>',
     }
 )  # fmt: skip
+
+
+FOREIGN = "\U0010ffff\U0010ffff"
+"""In front of tokens that a model writes, and that no text is cut into."""
 
 
 @dataclass
@@ -55,6 +60,8 @@ class TokenizerParts:
     end_ids: list[int] = field(default_factory=list)
     chat_templates: dict[str, str] = field(default_factory=dict)
     is_world: bool = False  # see `world.py`
+    languages: LanguageTokens | None = None
+    num_known: int | None = None  # ids from there on are the unknown token's: pieces that the model has no row for
 
 
 def end_token_ids(control: Mapping[str, int], declared: list[int]) -> tuple[int, ...]:

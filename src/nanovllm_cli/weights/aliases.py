@@ -168,6 +168,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "t5": _sizes("google-t5/t5-*", "small base large"),
     "flan-t5": _sizes("google/flan-t5-*", "small base large xl xxl"),
     "madlad400": _sizes("google/madlad400-*-mt", "3B 7B 10B"),
+    "nllb": {**_sizes("facebook/nllb-200-distilled-*", "600M 1.3B"), "3.3b": "facebook/nllb-200-3.3B"},
+    "m2m100": _sizes("facebook/m2m100_*", "418M 1.2B"),
+    "mbart50": _sizes("facebook/mbart-large-50-*-mmt", "many-to-many many-to-one one-to-many"),
+    "opus-mt": _sizes("Helsinki-NLP/opus-mt-*", "en-de de-en en-fr fr-en en-es es-en en-ru ru-en en-zh zh-en"),
+    "bart": _sizes("facebook/bart-large-*", "cnn xsum"),
+    "pegasus": _sizes("google/pegasus-*", "xsum cnn_dailymail"),
     "phi4-multimodal": {"5.6b": "microsoft/Phi-4-multimodal-instruct"},
     "zamba2": _sizes("Zyphra/Zamba2-*-Instruct", "1.2B 2.7B 7B"),
     "rwkv7": {

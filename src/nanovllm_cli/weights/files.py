@@ -38,6 +38,8 @@ _SETTINGS = {
     "tokenizer_config.json",
     "tokenizer.model",
     "spiece.model",
+    "source.spm",
+    "sentencepiece.bpe.model",
     TEKKEN,
     "tiktoken.model",
     "special_tokens_map.json",

@@ -83,6 +83,8 @@ def hf_spec(checkpoint: Checkpoint) -> ModelSpec:
         spec = replace(spec, tied_head=False)
     if classifies(checkpoint) or (not spec.tied_head and lacks_head(checkpoint)):
         return replace(spec, tied_head=True, has_head=False)
+    if spec.encoder is not None and spec.head_bias and names_of(checkpoint)["head.bias"] not in checkpoint.names():
+        spec = replace(spec, head_bias=False)
     if may_be_tied(checkpoint.config) and not stores_head(checkpoint):
         return replace(spec, tied_head=True)
     return spec
@@ -162,7 +164,7 @@ _IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "del
               *(f"{half}_connection{part}" for half in ("attention", "mlp") for part in ("", ".down", ".up", ".inject")),
               "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",
               "mlp_norm.gate_out", *(f"time_{part}{i}" for part in "wavg" for i in (1, 2)))  # fmt: skip
-_OUTSIDE = ("positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight",
+_OUTSIDE = ("positions.weight", "encoder.positions.weight", "altup_in.{e}.weight", "altup_out.{e}.weight",
             *(f"last_connection{part}.weight" for part in ("", ".down", ".up")))  # fmt: skip
 PLAIN = (*(f"blocks.{{i}}.{name}.weight" for name in _IN_LAYERS), *_OUTSIDE)
 """Weights that decide what becomes of others, those that are taken apart by head, and what llama.cpp leaves alone as well."""

@@ -41,6 +41,7 @@
     RWKV-7      attn.x_x [6, K]                                 attn.x_r, x_w, … [K]; GGUF's time_mix_lerp_fused.weight
                                                                 [6, 1, 1, K] is time_mix_lerp_r.weight, …
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
+    BART        final_logits_bias [1, N]                        the same [N]
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
@@ -277,6 +278,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|self_attn\.qkv_proj\.conv_qk_depthwise|"
                     r"(?:linear_attn|ple|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
+        (re.compile(r"final_logits_bias"), 2, _as_a_vector),
         (re.compile(r"(model\.layers\.\d+\.attn\.x_)x"), 2, partial(shares_of_before, "")),
         (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),
         (re.compile(r"model\.layers\.\d+\.attn\.r_k"), 2, _as_a_vector),

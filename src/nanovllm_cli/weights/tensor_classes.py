@@ -19,8 +19,8 @@ _MARKS = (
 )
 _OUTER = "language_model.", "thinker."
 """What heads of models that see or hear may begin with."""
-_OF_T5 = "shared.weight"
-"""Its embedding, which encoder and decoder have in common."""
+_SHARED = "shared.weight", "model.shared.weight"
+"""A T5's or a BART's embedding, which encoder and decoder have in common."""
 CLASSES = ("embedding", "n-grams", "per layer", "attention", "conv", "mlp", "norms", "head", "other")
 
 
@@ -28,7 +28,7 @@ def class_of(name: str) -> str:
     """One of CLASSES. A head's name begins with its mark: blk.0.attn_output.weight is another."""
     for outer in _OUTER:
         name = name.removeprefix(outer)
-    if name == _OF_T5:
+    if name in _SHARED:
         return "embedding"
     for kind, marks in _MARKS:
         if any(name.startswith(mark) if kind == "head" else mark in name for mark in marks):
