@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -144,3 +145,8 @@ def test_a_server_completes_and_does_not_chat(live: LiveServer, told: dict[str, 
     chat = {"model": "t5", "messages": [{"role": "user", "content": "a"}]}
     refused = httpx.post(f"{live.base_url}/chat/completions", json=chat, timeout=60)
     assert (refused.status_code, "no chat template" in refused.text) == (400, True)
+
+
+def test_the_line_to_copy_asks_for_what_it_does(live: LiveServer) -> None:
+    done = subprocess.run(["bash", "-c", live.line("curl ").strip()], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["object"] == "text_completion"

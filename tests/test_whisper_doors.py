@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -313,6 +314,13 @@ def live(folder: Path) -> Iterator[LiveServer]:
 @pytest.fixture(scope="module")
 def client(live: LiveServer) -> Any:
     return pytest.importorskip("openai").OpenAI(base_url=live.base_url, api_key="none")
+
+
+def test_the_line_to_copy_asks_for_what_it_does(live: LiveServer, tmp_path: Path) -> None:
+    (tmp_path / "talk.wav").write_bytes(SOUND)
+    line = ["bash", "-c", live.line("curl ").strip()]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["text"]
 
 
 def test_openais_client_gets_every_form(client: Any, told: Transcript, words: list[Word]) -> None:
