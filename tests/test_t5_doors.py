@@ -86,6 +86,14 @@ def test_the_library_tells_the_prompt_as_it_was_given(folder: Path, told: dict[s
             llm.embed("hello")
 
 
+@pytest.mark.parametrize(("form", "possible"), [("--choice", {"cd"}), ("--regex", {"cde ab"}), ("--grammar", {"ab dea", "ab cd"})])
+def test_answers_have_the_form_that_is_asked_for(form: str, possible: set[str], folder: Path, doors: Doors) -> None:
+    """T5's tokenizer puts a space in front of every text, and takes a line break there away."""
+    asked = ('root ::= "ab " ("dea" | "cd")',) if form == "--grammar" else tuple(possible)
+    code, out, err = doors.command("run", str(folder), TEXTS[0], form, *asked, *ARGS)
+    assert (code, out.strip() in possible) == (0, True), (out, err)
+
+
 @pytest.mark.parametrize(
     ("words", "said", "codes"),
     [
