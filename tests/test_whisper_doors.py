@@ -482,8 +482,9 @@ def test_what_a_server_refuses(client: Any) -> None:
         ({"extra_body": {"num_beams": 3, "repetition_penalty": 1.1}}, "no part in a search by beams"),
         ({"extra_body": {"num_beams": 3}}, "num_beams has no effect"),
     ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=said):
+        with pytest.raises(openai.BadRequestError, match=said) as raised:
             create(**asked | more)
+        assert (raised.value.param == "file") == ("file" in more), "what is blamed is what is wrong"
     with pytest.raises(openai.BadRequestError, match="begins with half a minute of sound"):
         client.completions.create(model="whisper", prompt="hello", max_tokens=3)
     with pytest.raises(openai.BadRequestError, match="audio/transcriptions"):
