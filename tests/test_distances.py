@@ -220,6 +220,9 @@ def test_the_padding_of_mpnet_is_transformers_own(tmp_path: Path) -> None:
     write_json(tmp_path / "m" / "config.json", config | {"relative_attention_num_buckets": 64})
     with pytest.raises(UnsupportedError, match="an MPNet with 64 buckets"):
         LLM(tmp_path / "m", config=FLOATS)
+    write_json(tmp_path / "m" / "config.json", config | {"max_position_embeddings": 2**31 - 1})
+    with pytest.raises(UnsupportedError, match="a context of 2147483645 tokens"):  # and no 64 GiB are asked for
+        LLM(tmp_path / "m", config=FLOATS)
 
 
 @needs_emulation

@@ -98,6 +98,8 @@ def test_blocks_that_hold_nothing_are_bounded_by_no_memory() -> None:
     config = EngineConfig(max_num_seqs=2, kv_cache_bytes=5000)
     assert size_cache(config, 1_000_000, 0, 1 << 40, 100) == (125_000, 1_000_000, 12, 0)
     assert size_cache(EngineConfig(max_num_seqs=9), 1_000_000, 0, 10_000, 100)[0] == MOST_EMPTY
+    claimed = size_cache(EngineConfig(max_num_seqs=1), 2**31 - 1, 0, 300, 100)
+    assert claimed[:2] == (MOST_EMPTY, 16 * MOST_EMPTY), "a file may say anything"
     assert size_cache(EngineConfig(max_num_seqs=1, max_model_len=5_000_000), 5_000_000, 0, 300, 100) == (312_500, 5_000_000, 3, 0)
     assert size_cache(EngineConfig(), 1000, 0, 100, 100).num_states == 1
     with pytest.raises(DoesNotFitError, match="the state of a sequence 1 KiB"):

@@ -104,6 +104,7 @@ def test_distances_that_no_file_can_say_are_refused(folder: Path, tmp_path: Path
         ({"feed_forward_proj": "gated-tanh"}, UnsupportedError, "gated-tanh"),
         ({"decoder_start_token_id": VOCAB}, CheckpointError, "of 300 tokens"),
         ({"d_kv": 7}, UnsupportedError, "not an even number"),
+        ({"n_positions": 2**31 - 1}, UnsupportedError, "a context of 2147483647 tokens"),
         ({"num_decoder_layers": 2}, CheckpointError, "not part of the model"),
     ],
 )

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import subprocess
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights import aliases
@@ -85,6 +87,34 @@ def test_the_library_tells_the_prompt_as_it_was_given(folder: Path, told: dict[s
             llm.embed("hello")
 
 
+FORMS = {
+    "a choice": ("--choice", "cd", {"cd"}),
+    "an expression": ("--regex", "(cde|dea) ab", {"cde ab", "dea ab"}),
+    "a grammar": ("--grammar", 'root ::= "ab " ("dea" | "cd")', {"ab dea", "ab cd"}),
+    "Lark": ("--grammar", 'start: NAME "ab"\nNAME: /[cd]a /', {"ca ab", "da ab"}),
+}
+
+
+@pytest.mark.parametrize("case", FORMS)
+def test_answers_have_the_form_that_is_asked_for(case: str, folder: Path, doors: Doors) -> None:
+    """T5's tokenizer puts a space in front of every text, and takes a line break there away."""
+    option, asked, possible = FORMS[case]
+    code, out, err = doors.command("run", str(folder), TEXTS[0], option, asked, *ARGS)
+    assert (code, out.strip() in possible) == (0, True), (out, err)
+
+
+def test_an_answer_of_some_form_begins_as_texts_do(folder: Path) -> None:
+    """With the tokens that the model was trained to write, whose first one has a space."""
+    form = Constraint("choice", '["cd", "dea"]')
+    with LLM(folder, threads=2, num_blocks=64) as llm:
+        (output,) = llm.generate([TEXTS[0]], SamplingParams(temperature=0.0, max_tokens=12, constraint=form))
+        answer = output.outputs[0]
+        assert answer.text in ("cd", "dea")
+        assert llm.tokenizer.id_to_bytes(answer.token_ids[0]).startswith(b" ")
+        found = answer.token_ids[: -1 if answer.token_ids[-1] == END else None]
+        assert b"".join(map(llm.tokenizer.id_to_bytes, found)).decode() == f" {answer.text}"
+
+
 @pytest.mark.parametrize(
     ("words", "said", "codes"),
     [
@@ -144,3 +174,8 @@ def test_a_server_completes_and_does_not_chat(live: LiveServer, told: dict[str, 
     chat = {"model": "t5", "messages": [{"role": "user", "content": "a"}]}
     refused = httpx.post(f"{live.base_url}/chat/completions", json=chat, timeout=60)
     assert (refused.status_code, "no chat template" in refused.text) == (400, True)
+
+
+def test_the_line_to_copy_asks_for_what_it_does(live: LiveServer) -> None:
+    done = subprocess.run(["bash", "-c", live.line("curl ").strip()], capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["object"] == "text_completion"

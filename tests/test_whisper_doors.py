@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import subprocess
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -315,6 +316,13 @@ def client(live: LiveServer) -> Any:
     return pytest.importorskip("openai").OpenAI(base_url=live.base_url, api_key="none")
 
 
+def test_the_line_to_copy_asks_for_what_it_does(live: LiveServer, tmp_path: Path) -> None:
+    (tmp_path / "talk.wav").write_bytes(SOUND)
+    line = ["bash", "-c", live.line("curl ").strip()]
+    done = subprocess.run(line, cwd=tmp_path, capture_output=True, text=True, timeout=60, check=True)
+    assert json.loads(done.stdout)["text"]
+
+
 def test_openais_client_gets_every_form(client: Any, told: Transcript, words: list[Word]) -> None:
     asked: dict[str, Any] = {"model": "whisper", "file": ("talk.wav", SOUND), "language": "de", **SERVED}
     create = client.audio.transcriptions.create
@@ -474,8 +482,9 @@ def test_what_a_server_refuses(client: Any) -> None:
         ({"extra_body": {"num_beams": 3, "repetition_penalty": 1.1}}, "no part in a search by beams"),
         ({"extra_body": {"num_beams": 3}}, "num_beams has no effect"),
     ):  # fmt: skip
-        with pytest.raises(openai.BadRequestError, match=said):
+        with pytest.raises(openai.BadRequestError, match=said) as raised:
             create(**asked | more)
+        assert (raised.value.param == "file") == ("file" in more), "what is blamed is what is wrong"
     with pytest.raises(openai.BadRequestError, match="begins with half a minute of sound"):
         client.completions.create(model="whisper", prompt="hello", max_tokens=3)
     with pytest.raises(openai.BadRequestError, match="audio/transcriptions"):

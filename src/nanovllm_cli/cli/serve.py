@@ -279,27 +279,30 @@ def _tell_ready(models: ServedModels, settings: ServeSettings, listener: Listene
             screen.say(f"{card.id}: loaded when it is asked for", "dim")
     screen.say(f"listening at {listener.url}")
     first = models.cards()[0].id
-    known = models.engines()[first].facts
-    screen.say(_example(first, settings, listener, *_asked(known)), "dim")
+    asked = _asked(first, models.engines()[first].facts, completes=models.is_without_template(first))
+    screen.say(_example(settings, listener, *asked), "dim")
 
 
-def _asked(facts: Facts | None) -> tuple[str, str]:
-    """What a model is for: a path, and a body without the model's name."""
-    if facts is None or facts.has_head:
-        return "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
-    return ("rerank", '"query": "Hello", "documents": ["Hi"]') if facts.ranks else ("embeddings", '"input": "Hello"')
+def _asked(name: str, facts: Facts | None, *, completes: bool) -> tuple[str, list[str]]:
+    """What a model is for: a path, and curl's words for what is sent there. completes: it has no template for conversations."""
+    if facts is not None and facts.hearing is not None and facts.hearing.leads:
+        return "audio/transcriptions", ["-F", f"model={name}", "-F", "file=@talk.wav"]
+    path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
+    if facts is not None and not facts.has_head:
+        path, asked = ("rerank", '"query": "Hello", "documents": ["Hi"]') if facts.ranks else ("embeddings", '"input": "Hello"')
+    elif completes:
+        path, asked = "completions", '"prompt": "Hello"'
+    return path, ["-H", "Content-Type: application/json", "-d", f'{{"model": "{name}", {asked}}}']
 
 
-def _example(name: str, settings: ServeSettings, listener: Listener, path: str, asked: str) -> str:
+def _example(settings: ServeSettings, listener: Listener, path: str, asked: list[str]) -> str:
     """A line to copy."""
     at = listener.url
     words = ["curl"]
     if settings.unix_socket is not None:
         words += ["--unix-socket", str(listener.unix_path)]
         at = "http://localhost"
-    words += [f"{at}/v1/{path}", "-H", "Content-Type: application/json"]
-    line = shlex.join(words)
+    line = shlex.join([*words, f"{at}/v1/{path}"])
     if settings.needs_key:
         line += ' -H "Authorization: Bearer $KEY"'
-    body = f'{{"model": "{name}", {asked}}}'
-    return f"{line} -d {shlex.quote(body)}"
+    return f"{line} {shlex.join(asked)}"

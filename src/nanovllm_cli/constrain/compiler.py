@@ -80,7 +80,11 @@ class Compiler:
 
 
 def vocabulary_maker(
-    token_bytes: Callable[[], Sequence[bytes]], special_ids: Collection[int], encode: Callable[[str], list[int]]
+    token_bytes: Callable[[], Sequence[bytes]],
+    special_ids: Collection[int],
+    encode: Callable[[str], list[int]],
+    *,
+    begins: bool = False,
 ) -> Callable[[], Vocabulary]:
-    return lambda: Vocabulary(token_bytes(), special_ids, encode)
+    return lambda: Vocabulary(token_bytes(), special_ids, encode, begins=begins)
 

@@ -66,6 +66,7 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     name = _NAMES[constraint.kind]
     limits = _JSON_LIMITS if constraint.kind.startswith("json") else _LIMITS
     for text in grammars_of(constraint):
+        text = _behind_a_space(text) if vocabulary.begins_with_space else text
         matcher = llguidance.LLMatcher(vocabulary.tokenizer, text, log_level=0, limits=limits)
         if not matcher.is_error():
             break
@@ -82,6 +83,12 @@ def compiled(constraint: Constraint, vocabulary: Vocabulary) -> llguidance.LLMat
     if again.is_error():
         raise UsageError(f"{name} is too large or too involved", "make it smaller")
     return matcher
+
+
+def _behind_a_space(text: str) -> str:
+    """Of one of llguidance's texts, what matches the same behind a space."""
+    inner = json.loads(text)["grammars"] if text.startswith("{") else [{"lark_grammar": text}]
+    return json.dumps({"grammars": [{"lark_grammar": 'start: " " @whole'}, {**inner[0], "name": "whole"}, *inner[1:]]})
 
 
 def check(constraint: Constraint) -> None:

@@ -25,17 +25,24 @@ _MAX_KNOWN_CHARS = 200
 
 class Vocabulary:
     """tokens: the bytes of every token by id, empty for what is no token. special_ids: tokens that no text spells; a grammar
-    names them (`<|name|>`, `<[id]>`). encode: text to ids, special tokens in it as text.
+    names them (`<|name|>`, `<[id]>`). encode: text to ids, special tokens in it as text. begins: whether answers begin a text
+    instead of going on with a prompt; a space that the tokenizer puts there is `begins_with_space`, and no part of the text.
     """
 
     def __init__(
-        self, tokens: Sequence[bytes], special_ids: Collection[int], encode: Callable[[str], list[int]]
+        self,
+        tokens: Sequence[bytes],
+        special_ids: Collection[int],
+        encode: Callable[[str], list[int]],
+        *,
+        begins: bool = False,
     ) -> None:
         self.tokens = tokens
         self.special_ids = frozenset(special_ids)
         self.encode = encode
         self.end_id = len(tokens)
         self.num_words = len(tokens) // 32 + 1
+        self.begins_with_space = begins and self.bytes_of(next(iter(encode("a")), self.end_id)).startswith(b" ")
         self._lock = Lock()
         self._towards: dict[bytes, Words] = {}
 
@@ -114,7 +121,29 @@ class _Wrapped:
             ids = self._encode(_GUARD + text)
             while ids and self._spelt(ids) != data:
                 del ids[0]
-        return ids
+        return ids or self._longest(data)
+
+    def _longest(self, data: bytes) -> list[int]:
+        """The same of a tokenizer that takes spaces and line breaks away, as T5's does: the longest tokens, from the beginning
+        on; none where a part of it is no token."""
+        found, place = [], 0
+        while place < len(data):
+            ends = range(min(len(data), place + self._longest_token), place, -1)
+            token_id = next((own for end in ends if (own := self._by_bytes.get(data[place:end])) is not None), None)
+            if token_id is None:
+                return []
+            found.append(token_id)
+            place += len(self.tokens[token_id])
+        return found
+
+    @cached_property
+    def _by_bytes(self) -> dict[bytes, int]:
+        special = set(self.special_token_ids)
+        return {token: i for i, token in enumerate(self.tokens) if token and i not in special}
+
+    @cached_property
+    def _longest_token(self) -> int:
+        return max(map(len, self._by_bytes), default=0)
 
     def _spelt(self, ids: list[int]) -> bytes:
         return b"".join([self.tokens[i] for i in ids])

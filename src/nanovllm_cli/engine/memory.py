@@ -17,7 +17,7 @@ GIB = 1 << 30
 KEPT_STATES = 8
 MOST_EMPTY = 1 << 17
 """Blocks of a cache in which no layer keeps anything, so that they are only counted: those of all sequences at their longest, up
-to this, and those of one at least."""
+to this, and those of one that was asked for; a file may claim any length, and each is some bytes to count."""
 # What a process takes besides weights and KV: the interpreter, libraries, activations of one step.
 OVERHEAD_BYTES = 512 << 20
 
@@ -126,17 +126,17 @@ def size_cache(
         states = states if config.num_blocks is not None else max(1, min(states, most))
         room -= states * state_bytes
     each = -(-length // size)
+    told = 0 if config.max_model_len is None else each
     if config.num_blocks is not None:
         blocks = config.num_blocks
     elif not block_bytes:
-        blocks = max(each, min(each * config.max_num_seqs, MOST_EMPTY)) if room >= 0 else 0
+        blocks = max(told, min(each * config.max_num_seqs, MOST_EMPTY)) if room >= 0 else 0
     elif config.kv_cache_bytes is not None:
         blocks = room // block_bytes
     else:
         blocks = min(each * config.max_num_seqs, room // block_bytes)
     num_near = 0
     if near is not None and config.num_blocks is None and blocks < each * config.max_num_seqs:
-        told = 0 if config.max_model_len is None else each
         blocks, num_near = _with_near_parts(config, near, each, told, block_bytes, room) or (blocks, 0)
     if blocks < 1:
         raise DoesNotFitError(

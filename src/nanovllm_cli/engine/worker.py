@@ -86,7 +86,8 @@ class Worker(LoadedModel):
             self._make_caches([self] if guesser is None or isinstance(guesser, LoadedAssistant) else [self, guesser])
             self._compiler: Compiler | None = None
             if encode is not None and token_bytes is not None:
-                self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode))
+                begins = self.spec.encoder is not None
+                self._compiler = Compiler(vocabulary_maker(token_bytes, control_ids, encode, begins=begins))
             sampler = Sampler(self.spec.vocab_size, encode=encode, token_bytes=token_bytes, compiler=self._compiler)
             keeps_rows = isinstance(guesser, LoadedGuesser)
             self.runner = platform.make_runner(self.model, self._caches[0], sampler, self.recordable, keeps_rows=keeps_rows)

@@ -92,6 +92,8 @@ def _mpnet_from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
     buckets = read.integer("relative_attention_num_buckets", 32)
     if buckets != 32:
         raise UnsupportedError(f"an MPNet with {buckets} buckets of distances", ANOTHER)
+    if spec.max_position > _FARTHEST:
+        raise UnsupportedError(f"an MPNet with a context of {spec.max_position} tokens", ANOTHER)
     return replace(spec, distances=DistanceSpec(spec.max_position, buckets, farthest=128))
 
 

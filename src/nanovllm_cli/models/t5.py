@@ -15,12 +15,12 @@ from functools import partial
 from typing import Any
 
 from nanovllm_cli.cross_spec import CrossSpec, lead_of
-from nanovllm_cli.errors import CheckpointError
+from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.model_spec import BlockSpec, DistanceSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.families import MAX_LAYERS
-from nanovllm_cli.models.family import Family, GGUFField, has_none, usual_keys
+from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_none, usual_keys
 from nanovllm_cli.models.names import MATRICES, modules
 
 _DEFAULTS = {
@@ -41,7 +41,8 @@ T5_NAMES = {
 """What config.json calls them."""
 _LENGTH = 512
 """Of what was read, and of what was written, in training: "n_positions" of T5's files, where they have one."""
-_MOST_BUCKETS = 1 << 12
+_LONGEST, _MOST_BUCKETS = 1 << 16, 1 << 12
+"""Of those that are believed: each layer may have a table with a number for each distance."""
 _FARTHEST = 128
 """Distance from which on all are one: of published models, and of all to llama.cpp."""
 _ACTIVATIONS = {
@@ -73,11 +74,14 @@ def _from_hf(by_layer: bool, is_scaled: bool, spec: ModelSpec, read: ConfigReade
 
 def with_encoder(spec: ModelSpec, layers: int, buckets: int, farthest: int, where: str, *, by_layer: bool) -> ModelSpec:
     """Of a decoder's spec, whose max_position is that of a text: with an encoder of so many layers like its own, which its own
-    attend to, and both with so many buckets of distances. CheckpointError for numbers that no model has."""
+    attend to, and both with so many buckets of distances. CheckpointError for numbers that no model has, UnsupportedError for a
+    context beyond all tables."""
     if layers > MAX_LAYERS:
         raise CheckpointError(f"{where} asks for {layers} layers; at most {MAX_LAYERS} are believed", BROKEN)
     if buckets % 4 or buckets > _MOST_BUCKETS or farthest <= buckets // 2:
         raise CheckpointError(f"{where}: {buckets} buckets of distances up to {farthest}", BROKEN)
+    if spec.max_position > _LONGEST:
+        raise UnsupportedError(f"{where}: a {spec.architecture} with a context of {spec.max_position} tokens", ANOTHER)
     attention = AttentionSpec(spec.attention.num_heads, spec.attention.num_heads, spec.attention.head_dim, None, scale=1.0)
     longest = lead_of(spec.max_position) + spec.max_position
     distances = DistanceSpec(longest, buckets, farthest, both_ways=False, by_layer=by_layer)

@@ -149,6 +149,9 @@ class Dictation:
         async with AsyncExitStack() as turn:
             try:
                 wishes = _wishes(self._body, self._task, self._model)
+            except NanovllmError as error:
+                raise ApiError.of(error) from None
+            try:
                 clip = await turn.enter_async_context(self._turns.turn(self._body, hearing))
             except NanovllmError as error:
                 raise ApiError.of(error, "file") from None

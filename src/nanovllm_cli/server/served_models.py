@@ -187,6 +187,11 @@ class ServedModels:
         state = slot.engine.state
         return EngineState.LOADING if state is EngineState.ASLEEP and not self._is_started else state
 
+    def is_without_template(self, name: str) -> bool:
+        """Whether its files were read, and it has none."""
+        text = self._by_name[name][0].text
+        return text is not None and text.chat_template is None
+
     async def about(self, name: str) -> ModelAbout:
         slot, adapter = self._find(name)
         first = slot.settings.names[0]

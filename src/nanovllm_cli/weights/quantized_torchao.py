@@ -199,8 +199,8 @@ def _fp8(module: Module, own: Module, said: ConfigReader) -> QuantizedWeight:
 
 def _bits(said: ConfigReader) -> int:
     kind = said.section("target_dtype").text("_data")
-    bits = int(kind[3:]) if kind[:3] == "int" and kind[3:].isdigit() and len(kind) < 6 else 0
-    if bits not in _INTS:
+    bits = next((each for each in _INTS if kind == f"int{each}"), 0)
+    if not bits:
         raise UnsupportedError(f"{said.where}: numbers of the type {kind[:40]!r}", "known: int1 to int8")
     return bits
 
@@ -231,7 +231,7 @@ def _whole(own: Module, said: ConfigReader, bits: int, rounds: bool) -> WholeWei
     zeros, has_zeros = None, False
     if own.has("zero_point"):
         zeros = own.part("zero_point", (*FLOATS, "I8", "I32", "I64"), shape, *single)
-        values = zeros.read().float()
+        values = zeros.checked_numbers(zeros.read()).float()
         has_zeros = bool(values.any())
         if has_zeros and not bool((values == values.round()).all()):
             raise zeros.unsupported("has zero points that are no whole numbers", "known: whole ones")
