@@ -19,6 +19,7 @@ from barts import bart_folder
 from engines import random_model, save
 from live_server import LiveServer, live_server
 from nanovllm_cli import LLM, SamplingParams
+from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.weights.files import choose
 from test_bad_checkpoints import Doors
@@ -290,3 +291,17 @@ def test_a_server_translates(live: LiveServer, folders: dict[str, Path]) -> None
     assert refused.status_code in (400, 422)
     long = httpx.post(f"{live.base_url}/completions", json=asked | {"target_language": "de", "prompt": "abc " * 90}, timeout=60)
     assert (long.status_code, "96" in long.text) == (400, True), long.text
+
+
+@pytest.mark.parametrize(("kind", "target"), [("marian", None), ("m2m100", "de"), ("mbart50", "de_DE")])
+def test_an_answer_has_the_form_that_is_asked_for(kind: str, target: str | None, tmp_path: Path) -> None:
+    """And begins as the model's texts do: with a space in its first token, as the tokenizer puts one in front of each."""
+    folder = translator(tmp_path, kind)
+    form = Constraint("choice", '["cab", "dea"]')
+    params = SamplingParams(temperature=0.0, max_tokens=12, constraint=form, target_language=target)
+    with LLM(folder, threads=2, num_blocks=64) as llm:
+        (output,) = llm.generate([TEXTS[0]], params)
+        answer = output.outputs[0]
+        assert answer.text in ("cab", "dea")
+        drawn = b"".join(map(llm.tokenizer.id_to_bytes, answer.token_ids))
+        assert drawn.decode().replace("</s>", "") == f" {answer.text}"
