@@ -415,6 +415,22 @@ def test_a_person_at_a_terminal_decides(term: str, tools_file: str, tmp_path: Pa
     assert finish(child)[0] == 0
 
 
+@pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
+def test_what_was_typed_before_the_question_is_no_answer_to_it(
+    term: str, tools_file: str, tmp_path: Path, spawn: Any  # noqa: F811
+) -> None:
+    child = spawn("caller", "--mcp", "mcp.json", "--no-save", TERM=term)
+    child.expect(">>> " if term == "dumb" else "› ")
+    enter = "\n" if term == "dumb" else "\r"
+    child.send(f'call add {{"a": 1, "b": 2}}{enter}y{enter}')
+    child.expect("run it\\? yes, no or always: ")
+    time.sleep(0.5)
+    child.send(f"no{enter}")
+    child.expect("it said The user did not allow")
+    child.sendeof()
+    finish(child)
+
+
 def test_who_wants_quiet_is_shown_what_to_decide_on(tools_file: str, spawn: Any) -> None:  # noqa: F811
     child = spawn("caller", "-q", "--mcp", "mcp.json", "--no-save")
     say(child, 'call add {"a": 1, "b": 2}; add {}')
