@@ -186,6 +186,19 @@ def test_what_goes_wrong_is_told_to_the_model(call: Call, result: str) -> None:
     assert box([], "*")[0].run(call).startswith(result)
 
 
+def test_a_failure_has_a_bound_and_is_one_line_to_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, source, told = box([], "*")
+
+    def fail(name: str, arguments: dict[str, Any]) -> str:
+        raise RequestError("no\nluck" * MAX_RESULT_CHARS)
+
+    monkeypatch.setattr(source, "call", fail)
+    assert len(tools.run(Call("1", "write", "{}"))) < MAX_RESULT_CHARS + 100
+    assert told[-1].startswith("write failed: no luckno luck")
+    assert len(told[-1]) < 400
+    assert "\n" not in told[-1]
+
+
 def test_a_result_has_a_bound() -> None:
     result = box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS + 1}}}'))
     assert len(result) < MAX_RESULT_CHARS + 100
