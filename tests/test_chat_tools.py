@@ -374,6 +374,23 @@ def test_a_model_in_this_process_is_told_the_tools_and_its_calls_are_read() -> N
     assert (call.name, json.loads(call.arguments), answering.answers.first.content) == ("add", {"a": 7}, "")
 
 
+def test_an_answer_of_a_form_may_still_be_a_call() -> None:
+    from nanovllm_cli.cli.model import Prompting
+    from nanovllm_cli.constraint import Constraint
+    from nanovllm_cli.llm import LLM
+    from test_constrain import accepts, guide
+
+    form = Constraint("json_schema", '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}')
+    tools = [Tool("add", "sums", "Adds it.", {"type": "object"}).for_template()]
+    texts = '{"x": 1}', '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>', "hello", '{"y": 1}'
+    with LLM("tiny", chat_template=CHATML, tool_format="hermes", shows_calls=True, max_model_len=512) as llm:
+        for told, expected in ((tools, [True, True, False, False]), ([], [True, False, False, False])):
+            prompting = Prompting(llm, tools=told)
+            held = prompting.params_for(prompting.encode([{"role": "user", "content": "hi"}]), {"constraint": form}).constraint
+            assert held is not None
+            assert [accepts(guide(held.kind, held.text), text) for text in texts] == expected
+
+
 # ---- in a pipe and on a terminal ----
 
 
