@@ -116,7 +116,7 @@ class Chat:
             session.close()
             self.session = None
         conversation.record = self._record
-        self._forget()
+        self._start_over()
         last = conversation.last
         if last is not None and last.role == "user":
             question = conversation.undo()
@@ -302,7 +302,7 @@ class Chat:
 
     def clear(self) -> None:
         self.conversation.clear()
-        self._forget()
+        self._start_over()
 
     def tell(self, system: str | None) -> None:
         self.conversation.tell(system)
@@ -435,6 +435,12 @@ class Chat:
     def _take_draft(self) -> str:
         draft, self._draft = self._draft, ""
         return draft
+
+    def _start_over(self) -> None:
+        """Another conversation."""
+        self._forget()
+        if self.model.settings.tools is not None:
+            self.model.settings.tools.forget()
 
     def _forget(self) -> None:
         """Other messages than a moment ago: what was known of them is to be found out again."""

@@ -67,6 +67,10 @@ class Toolbox:
     def needs_no_asking(self, name: str) -> bool:
         return name in self._always or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allowed)
 
+    def forget(self) -> None:
+        """What a person allowed always was for one conversation."""
+        self._always.clear()
+
     def run(self, call: Call) -> str:
         """What the model is told of its call. Raises KeyboardInterrupt."""
         try:
