@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import logging
 import os
 import sys
 import threading
 import time
 from collections.abc import Iterator
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+import mcp_server
 
 pytest.importorskip("mcp")
 
@@ -169,3 +173,59 @@ def test_a_result_may_be_values_alone() -> None:
 def test_a_result_that_is_none_is_told(result: str) -> None:
     with running(odd(f"m.result_of = lambda name, given: {result}\nm.main()", "add")) as tools, pytest.raises(RequestError):
         tools.call("add", {})
+
+
+class Handler(BaseHTTPRequestHandler):
+    """The same server over HTTP, without streams: an answer is JSON, and what is no question is accepted."""
+
+    def do_POST(self) -> None:
+        if self.path != "/mcp":
+            self.send_response(307)
+            self.send_header("Location", self.server.elsewhere)  # type: ignore[attr-defined]
+            self.end_headers()
+            return
+        message = json.loads(self.rfile.read(int(self.headers["Content-Length"])))
+        self.server.tokens.append(self.headers["X-Token"])  # type: ignore[attr-defined]
+        asked = "id" in message
+        body = json.dumps({"jsonrpc": "2.0", "id": message["id"], **mcp_server.answer(message)}).encode() if asked else b""
+        self.send_response(200 if asked else 202)
+        self.send_header("Content-Type", "application/json")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        self.wfile.write(body)
+
+    def do_GET(self) -> None:
+        self.send_error(405)
+
+    def log_message(self, format: str, *args: Any) -> None:
+        pass
+
+
+@pytest.fixture
+def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+    monkeypatch.setattr(sys, "argv", ["mcp_server.py", "add", "fail", "show"])
+    with ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
+        server.tokens = []  # type: ignore[attr-defined]
+        thread = threading.Thread(target=server.serve_forever, args=(0.02,))
+        thread.start()
+        yield server
+        server.shutdown()
+        thread.join()
+
+
+@pytest.mark.parametrize("headers", [{}, {"X-Token": "secret"}], ids=["bare", "with headers"])
+def test_a_server_elsewhere_is_called(served: Any, headers: dict[str, str]) -> None:
+    with running(McpServer("far", url=f"http://127.0.0.1:{served.server_port}/mcp", headers=headers)) as tools:
+        assert [each.name for each in tools.tools] == ["add", "fail", "show"]
+        assert tools.call("add", {"a": 1, "b": 2}) == "3"
+        with pytest.raises(RequestError, match="luck"):
+            tools.call("fail", {})
+    assert set(served.tokens) == {headers.get("X-Token")}
+
+
+def test_headers_go_to_no_other_server(served: Any) -> None:
+    """One that redirects gets no token to a third."""
+    served.elsewhere = f"http://localhost:{served.server_port}/mcp"
+    with pytest.raises(UsageError, match="far did not start"):
+        McpTools([McpServer("far", url=f"http://127.0.0.1:{served.server_port}/away", headers={"X-Token": "secret"})])
+    assert served.tokens == []
