@@ -512,6 +512,33 @@ def test_ctrl_c_stops_a_tool_and_continue_goes_on(tools_file: str, tmp_path: Pat
     assert "has called tools, and waits: /continue goes on" in result.err
 
 
+def test_two_signals_while_a_tool_runs_leave_no_server(tmp_path: Path, spawn: Any) -> None:  # noqa: F811
+    pytest.importorskip("mcp")
+    tag = f"tag{os.getpid()}"
+    written(tmp_path / "mcp.json", {"one": ours("sleep", tag)})
+
+    def is_there() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if tag in path.read_text().split("\0"):
+                    return True
+        return False
+
+    child = spawn("caller", "--mcp", "mcp.json", "--allow", "*")
+    say(child, "call sleep {}")
+    child.expect("calling sleep")
+    assert is_there()
+    child.kill(signal.SIGHUP)
+    time.sleep(0.3)
+    child.kill(signal.SIGINT)
+    end = time.monotonic() + 10
+    while is_there() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not is_there()
+    assert finish(child)[0] == 128 + signal.SIGHUP
+    assert [each.role for each in said(tmp_path)] == ["user", "assistant"]
+
+
 @pytest.mark.parametrize(
     ("args", "code", "message"),
     [

@@ -21,6 +21,7 @@ from typing import Any, NamedTuple, TextIO, TypeVar
 
 from nanovllm_cli.chat.mcp_servers import McpServer
 from nanovllm_cli.chat.toolbox import Tool
+from nanovllm_cli.cli import signals
 from nanovllm_cli.errors import RequestError, UnsupportedError, UsageError
 from nanovllm_cli.text.tool_calls import MAX_NAME_CHARS, MAX_TOOLS
 
@@ -84,9 +85,10 @@ class McpTools:
         return text
 
     def close(self) -> None:
-        """Ends the servers, those that never came as well."""
+        """Ends the servers, those that never came as well; whoever asks for the end twice waits for that."""
         try:
-            self._wait(self._end(), 2 * END_SECONDS)
+            with signals.held():
+                self._wait(self._end(), 2 * END_SECONDS)
         finally:
             self._loop.call_soon_threadsafe(self._loop.stop)
             self._thread.join(END_SECONDS)
