@@ -12,7 +12,7 @@ from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Settled, Usage
 from nanovllm_cli.client.blocking import single, stepwise
 from nanovllm_cli.client.endpoint import Endpoint
-from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, Delta, TokenLogprob, chat_body, text_body
+from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, CallPiece, Delta, TokenLogprob, chat_body, text_body
 from nanovllm_cli.errors import (
     AccessRefusedError,
     ModelNotFoundError,
@@ -257,14 +257,14 @@ def _grown(answers: Answers, delta: Delta) -> Piece:
     return Piece(answer, delta.reasoning, delta.content, delta.token_ids, new)
 
 
-def _join(calls: list[ToolCallDelta], piece: ToolCallDelta) -> None:
+def _join(calls: list[ToolCallDelta], piece: CallPiece) -> None:
     """Some servers repeat id and name, or give no id, or the same to all."""
     for at, call in enumerate(calls):
         if call.index == piece.index:
             calls[at] = replace(call, name=call.name or piece.name, arguments=call.arguments + piece.arguments)
             return
     is_new = piece.id and piece.id not in [call.id for call in calls]
-    calls.append(replace(piece, id=piece.id if is_new else new_call_id()))
+    calls.append(ToolCallDelta(piece.index, piece.id if is_new else new_call_id(), piece.name, piece.arguments))
 
 
 def _says_something(piece: Piece) -> bool:

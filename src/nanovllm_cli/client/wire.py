@@ -17,7 +17,6 @@ from nanovllm_cli.client.events import StreamError, event_object, token_count
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.text.tool_calls import ToolCallDelta
 
 CHAT, TEXT = "/chat/completions", "/completions"
 _REASONING = ("reasoning_content", "reasoning")
@@ -114,6 +113,15 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[str, float | None], ...]
 
 
+class CallPiece(NamedTuple):
+    """Of a tool's call. index: which call of its answer."""
+
+    index: int
+    id: str | None
+    name: str | None
+    arguments: str
+
+
 @dataclass(frozen=True, slots=True)
 class Delta:
     """What an event adds to one answer. num_tokens: of the whole answer, where the server counts its answers one by one. calls:
@@ -127,7 +135,7 @@ class Delta:
     finish_reason: str | None
     stop_reason: str | int | None
     num_tokens: int | None = None
-    calls: tuple[ToolCallDelta, ...] = ()
+    calls: tuple[CallPiece, ...] = ()
 
 
 class Timings(NamedTuple):
@@ -235,7 +243,7 @@ def _delta(choice: dict[str, Any]) -> Delta:
     )
 
 
-def _calls(value: Any) -> tuple[ToolCallDelta, ...]:
+def _calls(value: Any) -> tuple[CallPiece, ...]:
     """Each belongs to the call of its index; a server that sends whole calls may leave that out."""
     found = []
     for place, each in enumerate(value if isinstance(value, list) else ()):
@@ -244,7 +252,7 @@ def _calls(value: Any) -> tuple[ToolCallDelta, ...]:
             continue
         index, arguments = token_count(each.get("index"), place), function.get("arguments")
         given = json.dumps(arguments) if isinstance(arguments, dict) else _text(arguments)
-        found.append(ToolCallDelta(index or 0, _text(each.get("id")) or None, _text(function.get("name")) or None, given))
+        found.append(CallPiece(index or 0, _text(each.get("id")) or None, _text(function.get("name")) or None, given))
     return tuple(found)
 
 
