@@ -113,7 +113,8 @@ class TokenLogprob(NamedTuple):
     top: tuple[tuple[str, float | None], ...]
 
 
-class CallPiece(NamedTuple):
+@dataclass(frozen=True, slots=True)
+class CallPiece:
     """Of a tool's call. index: which call of its answer."""
 
     index: int
