@@ -186,6 +186,19 @@ def test_what_goes_wrong_is_told_to_the_model(call: Call, result: str) -> None:
     assert box([], "*")[0].run(call).startswith(result)
 
 
+def test_a_failure_has_a_bound_and_is_one_line_to_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
+    tools, source, told = box([], "*")
+
+    def fail(name: str, arguments: dict[str, Any]) -> str:
+        raise RequestError("no\nluck" * MAX_RESULT_CHARS)
+
+    monkeypatch.setattr(source, "call", fail)
+    assert len(tools.run(Call("1", "write", "{}"))) < MAX_RESULT_CHARS + 100
+    assert told[-1].startswith("write failed: no luckno luck")
+    assert len(told[-1]) < 400
+    assert "\n" not in told[-1]
+
+
 def test_a_result_has_a_bound() -> None:
     result = box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS + 1}}}'))
     assert len(result) < MAX_RESULT_CHARS + 100
@@ -221,9 +234,9 @@ def test_calls_and_results_are_kept_and_told_as_openai_has_them() -> None:
         ]},
         {"role": "tool", "content": "3", "tool_call_id": "c1", "name": "add"},
     ]  # fmt: skip
-    assert for_template(None, again.messages) == told
-    again.ask("never mind")
     missing = {"role": "tool", "content": NOT_RUN, "tool_call_id": "c2", "name": "show"}
+    assert for_template(None, again.messages) == [*told, missing]
+    again.ask("never mind")
     assert for_template(None, again.messages) == [*told, missing, {"role": "user", "content": "never mind"}]
     assert again.open_calls == []
     assert again.undo().content == "never mind"
@@ -361,6 +374,23 @@ def test_a_model_in_this_process_is_told_the_tools_and_its_calls_are_read() -> N
     assert (call.name, json.loads(call.arguments), answering.answers.first.content) == ("add", {"a": 7}, "")
 
 
+def test_an_answer_of_a_form_may_still_be_a_call() -> None:
+    from nanovllm_cli.cli.model import Prompting
+    from nanovllm_cli.constraint import Constraint
+    from nanovllm_cli.llm import LLM
+    from test_constrain import accepts, guide
+
+    form = Constraint("json_schema", '{"type": "object", "properties": {"x": {"type": "integer"}}, "required": ["x"]}')
+    tools = [Tool("add", "sums", "Adds it.", {"type": "object"}).for_template()]
+    texts = '{"x": 1}', '<tool_call>\n{"name": "add", "arguments": {"a": 7}}\n</tool_call>', "hello", '{"y": 1}'
+    with LLM("tiny", chat_template=CHATML, tool_format="hermes", shows_calls=True, max_model_len=512) as llm:
+        for told, expected in ((tools, [True, True, False, False]), ([], [True, False, False, False])):
+            prompting = Prompting(llm, tools=told)
+            held = prompting.params_for(prompting.encode([{"role": "user", "content": "hi"}]), {"constraint": form}).constraint
+            assert held is not None
+            assert [accepts(guide(held.kind, held.text), text) for text in texts] == expected
+
+
 # ---- in a pipe and on a terminal ----
 
 
@@ -407,12 +437,36 @@ def test_a_person_at_a_terminal_decides(term: str, tools_file: str, tmp_path: Pa
             child.send(reply + ("\n" if term == "dumb" else "\r"))
         child.expect(result)
     child.expect(prompt)
+    child.send("/clear" + ("\n" if term == "dumb" else "\r"))
+    child.expect("a new conversation")
+    child.expect(prompt)
+    child.send('call add {"a": 1, "b": 2}' + ("\n" if term == "dumb" else "\r"))
+    child.expect("run it\\? yes, no or always: ")
+    child.send("a" + ("\n" if term == "dumb" else "\r"))
+    child.expect("it said 3")
+    child.expect(prompt)
     child.send("/tools" + ("\n" if term == "dumb" else "\r"))
     child.expect("add +sums +unasked +Does add.")
     child.expect("fail +sums +if allowed")
     child.expect(prompt)
     child.sendeof()
     assert finish(child)[0] == 0
+
+
+@pytest.mark.parametrize("term", ["dumb", "xterm-256color"])
+def test_what_was_typed_before_the_question_is_no_answer_to_it(
+    term: str, tools_file: str, tmp_path: Path, spawn: Any  # noqa: F811
+) -> None:
+    child = spawn("caller", "--mcp", "mcp.json", "--no-save", TERM=term)
+    child.expect(">>> " if term == "dumb" else "› ")
+    enter = "\n" if term == "dumb" else "\r"
+    child.send(f'call add {{"a": 1, "b": 2}}{enter}y{enter}')
+    child.expect("run it\\? yes, no or always: ")
+    time.sleep(0.5)
+    child.send(f"no{enter}")
+    child.expect("it said The user did not allow")
+    child.sendeof()
+    finish(child)
 
 
 def test_who_wants_quiet_is_shown_what_to_decide_on(tools_file: str, spawn: Any) -> None:  # noqa: F811
@@ -454,8 +508,35 @@ def test_ctrl_c_stops_a_tool_and_continue_goes_on(tools_file: str, tmp_path: Pat
     say(child, "/exit")
     assert finish(child)[0] == 0
     result = nanovllm(tmp_path, "chat", "caller", "--continue", stdin="/continue\n")
-    assert result.out == "it said 3\n"
+    assert result.out == "it said This was not run.\n"
     assert "has called tools, and waits: /continue goes on" in result.err
+
+
+def test_two_signals_while_a_tool_runs_leave_no_server(tmp_path: Path, spawn: Any) -> None:  # noqa: F811
+    pytest.importorskip("mcp")
+    tag = f"tag{os.getpid()}"
+    written(tmp_path / "mcp.json", {"one": ours("sleep", tag)})
+
+    def is_there() -> bool:
+        for path in Path("/proc").glob("[0-9]*/cmdline"):
+            with contextlib.suppress(OSError):
+                if tag in path.read_text().split("\0"):
+                    return True
+        return False
+
+    child = spawn("caller", "--mcp", "mcp.json", "--allow", "*")
+    say(child, "call sleep {}")
+    child.expect("calling sleep")
+    assert is_there()
+    child.kill(signal.SIGHUP)
+    time.sleep(0.3)
+    child.kill(signal.SIGINT)
+    end = time.monotonic() + 10
+    while is_there() and time.monotonic() < end:
+        time.sleep(0.1)
+    assert not is_there()
+    assert finish(child)[0] == 128 + signal.SIGHUP
+    assert [each.role for each in said(tmp_path)] == ["user", "assistant"]
 
 
 @pytest.mark.parametrize(

@@ -99,6 +99,24 @@ ALTERNATING = ChatTemplate(
 ONE_SYSTEM = ChatTemplate(
     "{% for m in messages %}{% if m.role != 'system' or loop.first %}{{ m.content }}{% endif %}{% endfor %}"
 )
+EITHER = ChatTemplate(
+    "{% for m in messages %}{% if m.tool_calls and m.content and m.thinking %}{{ raise_exception('not both') }}{% endif %}"
+    "{{ m.role }}: {{ m.thinking or '' }}|{{ m.content }}{% for c in m.tool_calls or [] %}!{{ c.function.name }}{% endfor %};"
+    "{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("template", [EITHER, OBJECTS], ids=["refuses", "takes"])
+def test_what_is_said_between_thought_and_call_is_not_refused(template: ChatTemplate) -> None:
+    """gpt-oss' template takes one of the two, and its model writes both."""
+    calling = {**answer("{}")[0], "content": "Wait.", "reasoning_content": "Hm."}
+    told = template_messages([*user("where?"), calling, {"role": "assistant", "content": "b", "reasoning": "a"}], template)
+    if template is OBJECTS:
+        assert (told[1]["content"], told[1]["reasoning_content"]) == ("Wait.", "Hm.")
+    else:
+        assert template.render(told) == "user: |where?;assistant: Hm.\n\nWait.|!find;assistant: a|b;"
+
+
 DATA = Path(__file__).resolve().parents[2] / "shared" / "data"
 TEMPLATES = sorted(DATA.glob("templates/*.jinja"))
 needs_data = pytest.mark.skipif(not TEMPLATES, reason="the real templates are not here")
@@ -402,3 +420,17 @@ def test_what_is_not_text_is_refused_by_name(kind: str) -> None:
 def test_roles_that_a_template_knows_pass() -> None:
     knows = ChatTemplate("{% if messages[0]['role'] == 'ipython' %}{{ messages[0].content }}{% endif %}")
     assert template_messages([{"role": "ipython", "content": "3"}], knows) == [{"role": "ipython", "content": "3"}]
+
+
+@needs_data
+@pytest.mark.parametrize("path", TEMPLATES, ids=lambda path: path.stem)
+def test_every_template_takes_thought_words_calls_and_results(path: Path) -> None:
+    template = ChatTemplate(path.read_text())
+    calls = [{"id": f"call_{n}", "type": "function", "function": {"name": "find", "arguments": '{"n": 1}'}} for n in range(2)]
+    results = [{"role": "tool", "tool_call_id": f"call_{n}", "name": "find", "content": f"here {n}"} for n in range(2)]
+    calling = {"role": "assistant", "content": "Wait.", "reasoning_content": "Hm.", "tool_calls": calls}
+    tools = [{"type": "function", "function": {"name": "find", "description": "", "parameters": {"type": "object"}}}]
+    for after in ([], user("and now?"), [{"role": "assistant", "content": "There."}, *user("and now?")]):
+        told = template_messages([*user("where?"), calling, *results, *after], template, tools=tools)
+        text = template.render(told, tools=template_tools(tools, template))
+        assert [text.count("here 0"), text.count("here 1")] == [1, 1]

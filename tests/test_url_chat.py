@@ -84,6 +84,64 @@ def test_a_servers_model_calls_tools_that_run_here(tmp_path: Path) -> None:
     assert results == [{"role": "tool", "content": value, "tool_call_id": call, "name": "add"} for value, call in expected]
 
 
+async def calling_badly(reply: Reply, request: Request) -> None:
+    """Calls without a name, without an object, of one id; one that is cut off by the limit; or nothing at all."""
+    said = request.body["messages"][-1]
+    if said["role"] == "tool":
+        await pieces(f"it said {said['content']}")(reply, request)
+        return
+    await reply.begin()
+    calls = [
+        {"index": 0, "id": "c1", "function": {"arguments": "{}"}},
+        {"index": 1, "id": "c1", "function": {"name": "add", "arguments": '{"a": 1'}},
+    ]  # fmt: skip
+    if said["content"] == "cut":
+        await reply.piece("I call")
+        calls[0]["function"]["name"] = "add"
+    if said["content"] != "nothing":
+        await reply.event({"choices": [{"index": 0, "delta": {"tool_calls": calls}, "finish_reason": None}]})
+    reason = "length" if said["content"] == "cut" else "stop"
+    await reply.event({"choices": [{"index": 0, "delta": {}, "finish_reason": reason}]})
+    await reply.done()
+
+
+def test_calls_that_are_none_are_told_and_harm_no_session(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    server_file = str(Path(__file__).parent / "mcp_server.py")
+    entry = {"command": sys.executable, "args": [server_file, "show"]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"sums": entry}}))
+    tools = "one", "--mcp", "mcp.json", "--allow", "*"
+    with OpenAIServer(calling_badly, ("one",)) as running:
+        done = chat(tmp_path, running, "go", "cut", "more", args=tools)
+        assert (done.code, done.out.count("it said Error")) == (0, 3), done.err
+        again = chat(tmp_path, running, "go", args=("one", "--continue"))
+        assert again.code == 0, again.err
+        bodies = [reply.request.body for reply in running.replies]
+    _, answer, *results = bodies[1]["messages"]
+    assert [each["function"] for each in answer["tool_calls"]] == [
+        {"name": "nameless", "arguments": "{}"}, {"name": "add", "arguments": "{}"}
+    ]  # fmt: skip
+    assert len({each["id"] for each in answer["tool_calls"]}) == 2
+    assert [each["tool_call_id"] for each in results] == [each["id"] for each in answer["tool_calls"]]
+    assert results[0]["content"] == "Error: there is no tool nameless"
+    assert "no JSON object" in results[1]["content"]
+    cut = next(each for each in bodies[3]["messages"] if each.get("content") == "I call")
+    assert [each["function"]["arguments"] for each in cut["tool_calls"]] == ["{}"]
+
+
+def test_an_answer_that_does_not_come_runs_no_earlier_calls(tmp_path: Path) -> None:
+    """Calls that wait behind an answer that was resumed are /continue's business."""
+    pytest.importorskip("mcp")
+    server_file = str(Path(__file__).parent / "mcp_server.py")
+    entry = {"command": sys.executable, "args": [server_file, "add"]}
+    (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"sums": entry}}))
+    with OpenAIServer(calling_badly, ("one",)) as running:
+        assert chat(tmp_path, running, "go").code == 0  # without tools: nothing is run
+        done = chat(tmp_path, running, "nothing", args=("one", "--continue", "--mcp", "mcp.json"))
+        assert "failed" not in done.err, done.err
+        assert [len(reply.request.body["messages"]) for reply in running.replies] == [1, 5]
+
+
 def said(reply: Reply) -> list[tuple[str, str]]:
     return [(each["role"], each["content"]) for each in reply.request.body["messages"]]
 

@@ -314,13 +314,16 @@ def _context(chat: Chat, argument: str) -> None:
         "system": [chat.conversation.system or ""],
         "you": [each.content for each in messages if each.role == "user"],
         "answers": [each.content for each in messages if each.role == "assistant"],
+        "results of tools": [each.content for each in messages if each.role == "tool"],
     }
     lines = [f"{used:,} of {size:,} tokens used ({used / size:.0%}), {max(size - used, 0):,} left"]
+    texts = {name: text for name, text in texts.items() if text or name != "results of tools"}
     parts = {name: tokens for name, text in texts.items() if (tokens := chat.model.tokens_of(text)) is not None}
     seen = [url for each in messages for url in each.images]
     if parts:
         parts |= {_name_of(seen): _image_tokens(chat, seen)} if seen else {}
-        parts["template and reasoning"] = max(used - sum(parts.values()), 0)
+        has_tools = chat.model.settings.tools is not None
+        parts[f"template{', tools' if has_tools else ''} and reasoning"] = max(used - sum(parts.values()), 0)
         parts |= {f"{_name_of(chat.images)} of the next message": _image_tokens(chat, chat.images)} if chat.images else {}
     if chat.attachments and (tokens := chat.model.tokens_of(chat.attachments)) is not None:
         parts["files for the next message"] = tokens

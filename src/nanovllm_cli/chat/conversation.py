@@ -15,6 +15,7 @@ from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.cli.question import SOUND, VIDEO, WORDS, kind_of, said
 from nanovllm_cli.cli.table import shortened
 from nanovllm_cli.errors import SessionError, UsageError
+from nanovllm_cli.text.tool_calls import is_object
 
 Event = dict[str, Any]
 """{"event": "message", …} adds one, {"event": "at", "id": …} goes to one (null: before the first), {"event": "system",
@@ -34,6 +35,11 @@ class Call:
     id: str
     name: str
     arguments: str
+
+    def for_template(self) -> dict[str, Any]:
+        """Templates and servers refuse arguments that are no object: that they were none is told in its result."""
+        arguments = self.arguments if is_object(self.arguments) else "{}"
+        return {"id": self.id, "type": "function", "function": {"name": self.name, "arguments": arguments}}
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,10 +67,7 @@ class Message:
         if self.reasoning:
             plain["reasoning_content"] = self.reasoning
         if self.calls:
-            plain["tool_calls"] = [
-                {"id": each.id, "type": "function", "function": {"name": each.name, "arguments": each.arguments}}
-                for each in self.calls
-            ]
+            plain["tool_calls"] = [each.for_template() for each in self.calls]
         return plain | {"tool_call_id": self.call_id, "name": self.name} if self.role == "tool" else plain
 
     def shown(self, text: str) -> str:

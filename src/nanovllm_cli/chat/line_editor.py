@@ -27,7 +27,7 @@ from prompt_toolkit.filters import Condition, has_focus
 from prompt_toolkit.formatted_text import StyleAndTextTuples
 from prompt_toolkit.history import FileHistory, History, InMemoryHistory
 from prompt_toolkit.input import create_input
-from prompt_toolkit.input.typeahead import store_typeahead
+from prompt_toolkit.input.typeahead import clear_typeahead, store_typeahead
 from prompt_toolkit.input.vt100_parser import Vt100Parser
 from prompt_toolkit.key_binding import KeyBindings, KeyPress, KeyPressEvent
 from prompt_toolkit.keys import Keys
@@ -122,6 +122,7 @@ class LineEditor:
         """What was typed before the question is no answer to it."""
         if self._keys is not None:
             self._keys.take()
+        clear_typeahead(self._input)
         session: PromptSession[str] = PromptSession(
             [("class:prompt", DECIDE)], input=self._input, output=self._session.output, style=_STYLE,
             color_depth=self._session.color_depth, enable_suspend=True,

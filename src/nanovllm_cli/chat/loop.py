@@ -25,12 +25,15 @@ from nanovllm_cli.cli.question import LACKS, kind_of
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
+from nanovllm_cli.text.tool_calls import is_object, new_call_id
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.shared_options import Choice
 
 logger = logging.getLogger(__name__)
 
+NAMELESS = "nameless"
+"""A tool that a server's call does not name: there is none, which its model is told."""
 LEAVING_HINT = "Ctrl-C again, Ctrl-D or /exit leaves; /help lists the commands"
 
 
@@ -113,7 +116,7 @@ class Chat:
             session.close()
             self.session = None
         conversation.record = self._record
-        self._forget()
+        self._start_over()
         last = conversation.last
         if last is not None and last.role == "user":
             question = conversation.undo()
@@ -299,7 +302,7 @@ class Chat:
 
     def clear(self) -> None:
         self.conversation.clear()
-        self._forget()
+        self._start_over()
 
     def tell(self, system: str | None) -> None:
         self.conversation.tell(system)
@@ -330,14 +333,14 @@ class Chat:
         self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
     ) -> None:
         """An answer, and where it calls tools, what follows from their results, until one calls none. Else as `_stream`."""
-        self._stream(messages, sent, begun)
+        is_there = self._stream(messages, sent, begun)
         tools = self.model.settings.tools
         for _ in range(MAX_ROUNDS):
-            if tools is None or not self.conversation.open_calls:
+            if not is_there or tools is None or not self.conversation.open_calls:
                 return
             self._run_calls(tools)
-            self._stream(self.conversation.messages, lambda: None)
-        if self.conversation.open_calls:
+            is_there = self._stream(self.conversation.messages, lambda: None)
+        if is_there and self.conversation.open_calls:
             raise UsageError(f"the model has called tools {MAX_ROUNDS} times", "/continue lets it go on")
 
     @property
@@ -354,9 +357,9 @@ class Chat:
 
     def _stream(
         self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
-    ) -> None:
-        """Streams an answer and keeps it. `sent` is called with its first token; where none comes, nothing has changed.
-        begun: the last message, an answer that this one goes on with."""
+    ) -> bool:
+        """Streams an answer and keeps it. `sent` is called with its first token; where none comes, nothing has changed, and it is
+        False. begun: the last message, an answer that this one goes on with."""
         answering, num_dropped = self.model.answer(self.conversation.system, messages, goes_on=begun is not None)
         self._say_what_was_dropped(num_dropped)
         turn = Turn(
@@ -378,6 +381,7 @@ class Chat:
                 turn.end(self._remark(turn))
         turn.answer.check("/regen asks for another one")
         self._warn_when_nearly_full()
+        return turn.began
 
     def _keep(self, turn: Turn, begun: Message | None) -> None:
         content, reasoning = turn.answer.content, turn.answer.reasoning
@@ -388,7 +392,8 @@ class Chat:
         self.statistics = turn.answering.statistics(turn.ended)
         self.num_answers += 1
         self.num_answer_tokens += self.statistics.answer_tokens or 0
-        calls = [Call(each.id or "", each.name or "", each.arguments) for each in turn.answer.calls]
+        whole = [each for each in turn.answer.calls if turn.cut is None or is_object(each.arguments)]
+        calls = [Call(each.id or new_call_id(), each.name or NAMELESS, each.arguments) for each in whole]
         self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name, calls=calls)
         logger.info("%s", self.statistics.line())
 
@@ -430,6 +435,12 @@ class Chat:
     def _take_draft(self) -> str:
         draft, self._draft = self._draft, ""
         return draft
+
+    def _start_over(self) -> None:
+        """Another conversation."""
+        self._forget()
+        if self.model.settings.tools is not None:
+            self.model.settings.tools.forget()
 
     def _forget(self) -> None:
         """Other messages than a moment ago: what was known of them is to be found out again."""

@@ -8,26 +8,43 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
+import logging
+import os
 import re
-import tempfile
 import threading
 from collections import Counter
-from collections.abc import Coroutine, Iterator, Sequence
+from collections.abc import Callable, Coroutine, Iterator, Sequence
 from concurrent.futures import CancelledError, Future
 from contextlib import AsyncExitStack
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TextIO, TypeVar
 
 from nanovllm_cli.chat.mcp_servers import McpServer
 from nanovllm_cli.chat.toolbox import Tool
+from nanovllm_cli.cli import signals
 from nanovllm_cli.errors import RequestError, UnsupportedError, UsageError
-from nanovllm_cli.text.tool_calls import MAX_TOOLS
+from nanovllm_cli.text.tool_calls import MAX_NAME_CHARS, MAX_TOOLS
 
 T = TypeVar("T")
 
 START_SECONDS = 120.0
-"""For a server to be there: npx and uvx install on the way."""
+"""For a server to be there: npx and uvx install on the way. As much for it to tell its tools."""
+END_SECONDS = 10.0
+"""The package asks a server to end, and kills it, in less."""
 MAX_PAGES = 100
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
+_FAILURES = Exception, BaseExceptionGroup
+"""What the package raises: groups, where a connection broke. Ctrl-C and requests to end are none."""
+
+logger = logging.getLogger(__name__)
+
+
+class _Owner(NamedTuple):
+    """Where a tool is called, and by what name. client: the package's."""
+
+    server: McpServer
+    client: Any
+    tool: str
 
 
 class McpTools:
@@ -40,99 +57,140 @@ class McpTools:
         except ImportError:
             told = "tools of MCP servers need the package mcp, which is not installed"
             raise UnsupportedError(told, "pip install 'nanovllm-cli[mcp]'") from None
+        logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a line for each that a server writes where none belongs
         self.tools: Sequence[Tool] = ()
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
-        self._stop = asyncio.Event()
-        self._clients: dict[str, Any] = {}
-        self._tasks: list[Future[None]] = []
-        self._owners: dict[str, tuple[McpServer, str]] = {}
+        self._tasks: list[asyncio.Task[None]] = []
+        self._owners: dict[str, _Owner] = {}
         try:
             started = [self._start(each) for each in servers]
-            self.tools = self._named([(each, self._listed(each, ready)) for each, ready in zip(servers, started, strict=True)])
+            self.tools = self._named([(each, *self._listed(each, ready)) for each, ready in zip(servers, started, strict=True)])
         except BaseException:
             self.close()
             raise
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
-        server, own_name = self._owners[name]
-        client = self._clients[server.name]
+        owner = self._owners[name]
         try:
-            result = self._wait(client.call_tool(own_name, arguments, read_timeout_seconds=server.timeout))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:  # exception groups of a connection that broke are no Exception
+            result = self._wait(owner.client.call_tool(owner.tool, arguments), owner.server.timeout)
+        except _FAILURES as error:
             raise RequestError(f"{name}: {_said(error)}") from error
         text = "\n".join(_texts(result.content))
+        if not text and result.structured_content is not None:
+            text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise RequestError(text or f"{name} failed")
         return text
 
     def close(self) -> None:
-        self._loop.call_soon_threadsafe(self._stop.set)
+        """Ends the servers, those that never came as well; whoever asks for the end twice waits for that."""
+        try:
+            with signals.held():
+                self._wait(self._end(), 2 * END_SECONDS)
+        finally:
+            self._loop.call_soon_threadsafe(self._loop.stop)
+            self._thread.join(END_SECONDS)
+
+    async def _end(self) -> None:
         for task in self._tasks:
-            with contextlib.suppress(BaseException):
-                task.result(10)
-        self._loop.call_soon_threadsafe(self._loop.stop)
-        self._thread.join(10)
+            task.cancel()
+        if self._tasks:
+            await asyncio.wait(self._tasks, timeout=END_SECONDS)
 
     def _start(self, server: McpServer) -> Future[Any]:
         ready: Future[Any] = Future()
-        self._tasks.append(asyncio.run_coroutine_threadsafe(self._serve(server, ready), self._loop))
+
+        async def begin() -> None:
+            self._tasks.append(asyncio.create_task(self._serve(server, ready)))
+
+        self._wait(begin(), START_SECONDS)
         return ready
 
     async def _serve(self, server: McpServer, ready: Future[Any]) -> None:
-        """Holds the connection open: what opens one and what closes it are one task, as the package asks for."""
-        with tempfile.TemporaryFile("w+", errors="replace") as log:
+        """Holds the connection open until it is cancelled: what opens one and what closes it are one task, as the package asks
+        for."""
+        with _tail() as (log, last_line):
             try:
                 async with AsyncExitStack() as stack:
-                    client = await stack.enter_async_context(await _client(server, stack, log))
-                    ready.set_result(client)
-                    await self._stop.wait()
-            except BaseException as error:
+                    ready.set_result(await stack.enter_async_context(await _client(server, stack, log)))
+                    await asyncio.Event().wait()
+            except _FAILURES as error:
                 if ready.done():
-                    raise
-                log.seek(0)
-                last = next((line.strip() for line in reversed(log.read()[-10_000:].splitlines()) if line.strip()), "")
-                ready.set_exception(UsageError(f"the MCP server {server.name} did not start: {_said(error)}", last[:300] or None))
+                    logger.info("the MCP server %s is gone: %s", server.name, _said(error))
+                else:
+                    told = f"the MCP server {server.name} did not start: {_said(error)}"
+                    ready.set_exception(UsageError(told, last_line()))
 
-    def _listed(self, server: McpServer, ready: Future[Any]) -> list[Any]:
+    def _listed(self, server: McpServer, ready: Future[Any]) -> tuple[Any, list[Any]]:
         try:
-            client = self._clients[server.name] = ready.result(START_SECONDS)
+            client = ready.result(START_SECONDS)
         except TimeoutError:
             raise UsageError(f"the MCP server {server.name} did not start within {START_SECONDS:g} s") from None
         try:
-            return self._wait(_all_tools(client))
-        except (KeyboardInterrupt, SystemExit):
-            raise
-        except BaseException as error:
+            return client, self._wait(_all_tools(client), START_SECONDS)
+        except _FAILURES as error:
             raise UsageError(f"the MCP server {server.name} does not tell its tools: {_said(error)}") from error
 
-    def _named(self, found: Sequence[tuple[McpServer, list[Any]]]) -> list[Tool]:
-        counts = Counter(tool.name for _, tools in found for tool in tools)
+    def _named(self, found: Sequence[tuple[McpServer, Any, list[Any]]]) -> list[Tool]:
+        counts = Counter(tool.name for *_, tools in found for tool in tools)
         named: list[Tool] = []
-        for server, tools in found:
+        for server, client, tools in found:
             for tool in tools:
                 name = _NAME.sub("_", tool.name if counts[tool.name] == 1 else f"{server.name}_{tool.name}")
+                if not tool.name or len(name) > MAX_NAME_CHARS:
+                    raise UsageError(f"a tool of the MCP server {server.name} has no name of 1 to {MAX_NAME_CHARS} characters")
                 if name in self._owners:
                     raise UsageError(f"two tools are called {name}", "give the servers other names")
-                self._owners[name] = server, tool.name
+                self._owners[name] = _Owner(server, client, tool.name)
                 named.append(Tool(name, server.name, tool.description or "", dict(tool.input_schema)))
         if len(named) > MAX_TOOLS:
             raise UsageError(f"{len(named)} tools are more than {MAX_TOOLS}", "fewer servers have fewer")
         return named
 
-    def _wait(self, work: Coroutine[Any, Any, T]) -> T:
-        """The result; what interrupts the wait stops the work."""
+    def _wait(self, work: Coroutine[Any, Any, T], seconds: float) -> T:
+        """The result; what interrupts the wait stops the work, and so does its end. Raises RequestError there."""
         future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            return future.result()
+            return future.result(seconds)
         except CancelledError:
             raise RequestError("the connection was closed") from None
-        except BaseException:
+        except BaseException as error:
             future.cancel()
+            if isinstance(error, TimeoutError):
+                raise RequestError(f"timed out: no answer within {seconds:g} s") from None
             raise
+
+
+@contextlib.contextmanager
+def _tail() -> Iterator[tuple[TextIO, Callable[[], str | None]]]:
+    """A file for a server's standard error, and what gives the last line of that. All is read, as a full pipe would stop it, and
+    no more than the end is kept. Within an event loop."""
+    loop, last = asyncio.get_running_loop(), bytearray()
+    reading, writing = os.pipe()
+    os.set_blocking(reading, False)
+
+    def read() -> None:
+        with contextlib.suppress(BlockingIOError):
+            while data := os.read(reading, 1 << 16):
+                last.extend(data)
+                del last[:-10_000]
+                if len(data) < 1 << 16:
+                    break
+
+    def last_line() -> str | None:
+        read()
+        lines = last.decode("utf-8", "replace").splitlines()
+        return next((line.strip()[:300] for line in reversed(lines) if line.strip()), None)
+
+    loop.add_reader(reading, read)
+    try:
+        with open(writing, "w") as log:
+            yield log, last_line
+    finally:
+        loop.remove_reader(reading)
+        os.close(reading)
 
 
 async def _client(server: McpServer, stack: AsyncExitStack, log: Any) -> Any:
@@ -142,8 +200,9 @@ async def _client(server: McpServer, stack: AsyncExitStack, log: Any) -> Any:
 
     if server.command:
         parameters = StdioServerParameters(
-            command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd
-        )
+            command=server.command, args=list(server.args), env=dict(server.env) or None, cwd=server.cwd,
+            encoding_error_handler="replace",
+        )  # fmt: skip
         return Client(stdio_client(parameters, errlog=log))
     if not server.headers:
         return Client(server.url)
@@ -161,8 +220,8 @@ async def _all_tools(client: Any) -> list[Any]:
         found += page.tools
         cursor = page.next_cursor
         if not cursor or len(found) > MAX_TOOLS:
-            break
-    return found
+            return found
+    raise RequestError(f"their list goes on behind {MAX_PAGES} pages")
 
 
 def _texts(content: Sequence[Any]) -> Iterator[str]:

@@ -5,7 +5,9 @@ stdout has the answers and what commands say, each ended by a newline, and never
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import termios
 from collections.abc import Callable
 
 from nanovllm_cli.chat.surface import DECIDE
@@ -61,7 +63,12 @@ class PlainReader:
         return unquoted("\n".join(lines))
 
     def decide(self) -> str | None:
-        return self._line(DECIDE) if self._asks else None
+        """What was typed before the question is no answer to it."""
+        if not self._asks:
+            return None
+        with contextlib.suppress(termios.error):
+            termios.tcflush(sys.stdin, termios.TCIFLUSH)
+        return self._line(DECIDE)
 
     def close(self) -> None:
         pass

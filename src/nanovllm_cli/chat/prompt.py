@@ -241,11 +241,15 @@ def for_template(system: str | None, messages: Sequence[Message]) -> list[dict[s
     """A conversation as templates and servers take it: each call of a tool has a result, if only that there is none."""
     told: list[dict[str, Any]] = [] if system is None else [{"role": "system", "content": system}]
     waiting: dict[str | None, Call] = {}
+
+    def missing() -> list[dict[str, Any]]:
+        results = [Message(0, None, "tool", NOT_RUN, call_id=call.id, name=call.name) for call in waiting.values()]
+        return [each.for_template() for each in results]
+
     for each in messages:
         if each.role != "tool":
-            missing = [Message(0, None, "tool", NOT_RUN, call_id=call.id, name=call.name) for call in waiting.values()]
-            told += [message.for_template() for message in missing]
+            told += missing()
             waiting = {call.id: call for call in each.calls}
         waiting.pop(each.call_id, None)
         told.append(each.for_template())
-    return told
+    return told + missing()

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm_cli.chat.conversation import Call
+from nanovllm_cli.cli.table import shortened
 from nanovllm_cli.errors import NanovllmError
 
 MAX_RESULT_CHARS = 200_000
@@ -20,6 +21,7 @@ MAX_ROUNDS = 50
 """Of calls behind one message; a model may call tools for ever."""
 
 REFUSED = "The user did not allow this call."
+
 
 class Tool(NamedTuple):
     """name: by which the model calls it. origin: whose it is. parameters: the JSON schema of its arguments."""
@@ -65,6 +67,10 @@ class Toolbox:
     def needs_no_asking(self, name: str) -> bool:
         return name in self._always or any(fnmatch.fnmatchcase(name, pattern) for pattern in self.allowed)
 
+    def forget(self) -> None:
+        """What a person allowed always was for one conversation."""
+        self._always.clear()
+
     def run(self, call: Call) -> str:
         """What the model is told of its call. Raises KeyboardInterrupt."""
         try:
@@ -86,9 +92,7 @@ class Toolbox:
             raise
         except NanovllmError as error:
             return self._failed(call, error.message)
-        if len(result) > MAX_RESULT_CHARS:
-            result = f"{result[:MAX_RESULT_CHARS]}\n[cut: the result has {len(result):,} characters]"
-        return result
+        return _bounded(result)
 
     def _is_allowed(self, name: str, arguments: dict[str, Any]) -> bool:
         """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
@@ -112,8 +116,14 @@ class Toolbox:
                 return False
 
     def _failed(self, call: Call, why: str) -> str:
-        self.tell(f"{call.name} failed: {why}")
-        return f"Error: {why}"
+        self.tell(f"{shortened(call.name, 100)} failed: {shortened(' '.join(why.split()), 300)}")
+        return _bounded(f"Error: {why}")
+
+
+def _bounded(result: str) -> str:
+    if len(result) <= MAX_RESULT_CHARS:
+        return result
+    return f"{result[:MAX_RESULT_CHARS]}\n[cut: the result has {len(result):,} characters]"
 
 
 def _shown(arguments: dict[str, Any], indent: int | None = None) -> str:

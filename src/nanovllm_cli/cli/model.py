@@ -274,9 +274,15 @@ class Prompting:
         budget, params, known = given.get("reasoning_budget", -1), self.settled(given), self.reasoning()
         if budget >= 0 and known is None:
             raise UsageError(f"--reasoning-budget has no meaning: {self.llm.name} does not mark its reasoning")
+        form = params.constraint is not None
+        if form and self.tools and not goes_on and self.llm.answer_format is not None:  # an answer of this form, or calls
+            from nanovllm_cli.text.tool_calls import tools_of
+
+            held = self.llm.answer_format.constraint(tools_of(self.tools), "auto", form=params.constraint)
+            params, form = dataclasses.replace(params, constraint=held), False
         if known is None or goes_on:
             return params
-        most, form = None if budget < 0 else budget, params.constraint is not None
+        most = None if budget < 0 else budget
         return dataclasses.replace(params, reasoning=known.phase(self.tail(ids), most, to_content=form))
 
     def tail(self, ids: list[int]) -> str:

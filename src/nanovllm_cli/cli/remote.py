@@ -258,12 +258,13 @@ def _grown(answers: Answers, delta: Delta) -> Piece:
 
 
 def _join(calls: list[ToolCallDelta], piece: CallPiece) -> None:
-    """Some servers repeat id and name, or give no id."""
+    """Some servers repeat id and name, or give no id, or the same to all."""
     for at, call in enumerate(calls):
         if call.index == piece.index:
             calls[at] = replace(call, name=call.name or piece.name, arguments=call.arguments + piece.arguments)
             return
-    calls.append(ToolCallDelta(piece.index, piece.id or new_call_id(), piece.name, piece.arguments))
+    is_new = piece.id and piece.id not in [call.id for call in calls]
+    calls.append(ToolCallDelta(piece.index, piece.id if is_new else new_call_id(), piece.name, piece.arguments))
 
 
 def _says_something(piece: Piece) -> bool:

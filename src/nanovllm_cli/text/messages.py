@@ -24,6 +24,7 @@ from nanovllm_cli.text.template_probes import (
     keeps_null,
     needed_of_tools,
     refused_turns,
+    refuses_thoughts_beside_content,
     takes_broken_arguments,
     wants_results_within,
     wants_text_arguments,
@@ -55,8 +56,9 @@ def template_messages(
     Text parts become one text, a line each; beside images they stay parts. Arguments become objects, or text where the template
     wants that; those of a call that was no JSON stay text. Ids of calls become nine letters where the template insists on it, the
     same for a call and its result. Where it writes one call a message, each call of several gets a message of its own, and its
-    result behind it. Where it writes content behind calls, what was said before them is a message of its own; where it wants
-    results in the message of their calls, they are there. Where it refuses two messages of a role in a row, or leaves one out,
+    result behind it. Where it refuses what was said beside reasoning and calls, that is the end of the reasoning. Where it writes
+    content behind calls, what was said before them is a message of its own; where it wants results in the message of their calls,
+    they are there. Where it refuses two messages of a role in a row, or leaves one out,
     they become one; where it does so with a system's, that is the beginning of the user's behind it, or a user's by itself.
     Behind the first, a developer's that it leaves out is a system's. Where it wants an answer between a tool's result and a
     user's message, there is an empty one. What it would leave out of tools, calls and results is told in the messages, in the
@@ -71,6 +73,8 @@ def template_messages(
     reads = () if images is None else reads
     plain = [_message(message, f"messages[{place}]", template, reads) for place, message in enumerate(messages)]
     plain = told(plain, tools, template, known or tool_format(template.source))
+    if any(map(_thinks_and_says, plain)) and refuses_thoughts_beside_content(template):
+        plain = [_said_in_thought(message) if _thinks_and_says(message) else message for message in plain]
     if any(len(message.get("tool_calls", ())) > 1 for message in plain) and writes_one_call(template):
         plain = _one_call_each(plain)
     if any("tool_calls" in message and message["content"] for message in plain) and writes_content_last(template):
@@ -198,6 +202,16 @@ def _content_first(message: dict[str, Any]) -> Iterator[dict[str, Any]]:
         yield {"role": message["role"], "content": message["content"]}
         message = {**message, "content": ""}
     yield message
+
+
+def _thinks_and_says(message: Mapping[str, Any]) -> bool:
+    """Before it calls."""
+    texts = message.get("reasoning_content"), message.get("content")
+    return "tool_calls" in message and all(isinstance(text, str) and text for text in texts)
+
+
+def _said_in_thought(message: dict[str, Any]) -> dict[str, Any]:
+    return {**message, "reasoning_content": f"{message['reasoning_content']}\n\n{message['content']}", "content": ""}
 
 
 def _results_within(messages: list[dict[str, Any]]) -> list[dict[str, Any]]:

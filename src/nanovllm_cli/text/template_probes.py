@@ -94,6 +94,14 @@ def writes_content_last(template: ChatTemplate) -> bool:
 
 
 @lru_cache(maxsize=16)
+def refuses_thoughts_beside_content(template: ChatTemplate) -> bool:
+    """Whether a template refuses a message with calls that has both, as gpt-oss's does: it writes either as analysis."""
+    calling = {**_with_pin(template), "content": "straw"}
+    thinking = {**calling, "reasoning_content": "hay"}
+    return _rendered(template, [_ASKED, thinking]) is None and _rendered(template, [_ASKED, calling]) is not None
+
+
+@lru_cache(maxsize=16)
 def wants_results_within(template: ChatTemplate) -> bool:
     """Whether a template writes the result of a call otherwise where it is part of the call's message, as Gemma 4's first do."""
     if RESULTS not in template.source:
