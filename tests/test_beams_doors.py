@@ -48,6 +48,7 @@ def test_a_server_finds_the_same(server: LiveServer, expected: list[str]) -> Non
     three = texts(server, use_beam_search=True, n=3)  # as vLLM has it
     assert three[:2] == expected
     assert texts(server, use_beam_search=True, num_beams=3, n=2) == expected
+    assert texts(server, use_beam_search=True, best_of=3, n=2) == expected  # as it had it before
     greedy = texts(server, temperature=0)
     assert texts(server, use_beam_search=True) == texts(server, use_beam_search=False, temperature=0) == greedy
 
@@ -56,7 +57,7 @@ def test_what_no_search_has_is_refused_by_its_name(server: LiveServer) -> None:
     asked = {"model": "tiny", "prompt": PROMPT, "num_beams": 3}
     for fields, param in (
         ({"stop": ["x"]}, "stop"), ({"n": 4}, "n"), ({"use_beam_search": False}, "use_beam_search"),
-        ({"logit_bias": {"5": 1}}, "logit_bias"),
+        ({"logit_bias": {"5": 1}}, "logit_bias"), ({"best_of": 6}, "best_of"),
     ):  # fmt: skip
         status, answer = server.post("/v1/completions", asked | fields)
         assert (status, answer["error"]["param"]) == (400, param)

@@ -162,7 +162,10 @@ def _style(body: CompletionRequest, model: ServedModel) -> tuple[TextStyle, Samp
         params = replace(params, prompt_logprobs=most)
     if body.best_of is not None and body.best_of < params.n:
         raise invalid_value(f"best_of must be at least n, which is {params.n}", "best_of")
-    if body.best_of is not None and body.best_of > params.n:
+    if body.best_of is not None and params.num_beams not in (1, body.best_of):
+        told = f"best_of is how many answers are drawn, and num_beams, {params.num_beams}, how many beginnings are gone on with"
+        raise invalid_value(told, "best_of")
+    if body.best_of is not None and body.best_of > params.n and params.num_beams == 1:
         params = replace(params, n=body.best_of, logprobs=params.logprobs or 0)
     return style, params
 

@@ -288,12 +288,12 @@ class SamplingFields(StrictModel):
         return params
 
     def _beams(self, given: dict[str, Any]) -> dict[str, Any]:
-        """vLLM's: as many as answers. One alone is what a draw at temperature 0 is."""
+        """vLLM's: as many as best_of says, else as answers. One alone is what a draw at temperature 0 is."""
         if not self.use_beam_search:
             if given.get("num_beams", 1) > 1:
                 raise invalid_value("use_beam_search is false, and there are to be num_beams", "use_beam_search")
             return {"num_beams": 1}
-        count = given.get("num_beams", given.get("n", 1))
+        count = given.get("num_beams") or getattr(self, "best_of", None) or given.get("n", 1)
         return {"num_beams": count} if count > 1 else {"num_beams": 1, "temperature": 0.0}
 
     def form(self) -> tuple[Constraint | None, str | None]:
