@@ -131,7 +131,7 @@ def test_a_person_is_asked_before_each_call() -> None:
     tools, source, told = box(["yes", "", "what?", "N", "y"])
     assert [tools.run(Call("1", "write", f'{{"n": {n}}}')) for n in range(4)] == ["xx", REFUSED, REFUSED, "xx"]
     assert source.called == [("write", {"n": 0}), ("write", {"n": 3})]
-    assert told[:3] == ["write {", '  "n": 0', "}"]
+    assert told[:3] == ["write, of echo: {", '  "n": 0', "}"]
     assert told.count("write was not run") == 2
 
 
@@ -154,7 +154,7 @@ def test_what_is_allowed_is_not_asked_for() -> None:
 def test_nothing_of_a_call_is_hidden_from_who_decides() -> None:
     tools, _, told = box(["no"])
     tools.run(Call("1", "write", json.dumps({"a": "rm\u202e \u200b\n\x1b[2Kls\u2028x", "z": "ä日"})))
-    assert told[:-1] == ["write {", '  "a": "rm\\u202e \\u200b\\n\\u001b[2Kls\\u2028x",', '  "z": "ä日"', "}"]
+    assert told[:-1] == ["write, of echo: {", '  "a": "rm\\u202e \\u200b\\n\\u001b[2Kls\\u2028x",', '  "z": "ä日"', "}"]
 
 
 def test_a_projects_file_starts_no_server_and_allows_nothing(tmp_path: Path) -> None:

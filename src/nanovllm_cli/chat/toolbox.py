@@ -79,12 +79,13 @@ class Toolbox:
             arguments = None
         if not isinstance(arguments, dict):
             return self._failed(call, "the arguments are no JSON object")
-        if call.name not in [each.name for each in self.tools]:
+        tool = next((each for each in self.tools if each.name == call.name), None)
+        if tool is None:
             return self._failed(call, f"there is no tool {call.name}")
         try:
             if self.needs_no_asking(call.name):
                 self.tell(f"calling {call.name} {_shown(arguments)}")
-            elif not self._is_allowed(call.name, arguments):
+            elif not self._is_allowed(tool, arguments):
                 return REFUSED
             result = self.source.call(call.name, arguments)
         except KeyboardInterrupt:
@@ -94,9 +95,10 @@ class Toolbox:
             return self._failed(call, error.message)
         return _bounded(result)
 
-    def _is_allowed(self, name: str, arguments: dict[str, Any]) -> bool:
+    def _is_allowed(self, tool: Tool, arguments: dict[str, Any]) -> bool:
         """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
-        for line in f"{name} {_shown(arguments, indent=2)}".split("\n"):
+        name = tool.name
+        for line in f"{name}, of {tool.origin}: {_shown(arguments, indent=2)}".split("\n"):
             self.show(line)
         while True:
             try:
