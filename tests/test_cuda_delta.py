@@ -179,7 +179,7 @@ def test_logits_of_a_kimi_are_those_of_transformers(name: str, tmp_path: Path) -
 
 def test_a_kimi_gives_the_tokens_of_the_cpu_and_the_same_bits_in_any_steps(tmp_path: Path) -> None:
     """In small ones, behind a preemption, and with guesses, of which some hold."""
-    folder = save(random_model(KIMIS["on tensor cores"], seed=29, dtype=torch.bfloat16), tmp_path)
+    folder = save(random_model(KIMIS["on tensor cores"], seed=166, dtype=torch.bfloat16), tmp_path)
     device = EmulatedDevice()
     assert tokens(engine_on(folder, device), greedy(12)) == tokens(engine_on(folder, None), greedy(12))
     assert device.graphs
