@@ -477,7 +477,7 @@ def test_a_plan_crosses_as_it_is() -> None:
     one: Line[ToRank] = Line(ours.detach(), ToRank, lambda: ends.append(None))
     other: Line[ToRank] = Line(theirs.detach(), ToRank, lambda: ends.append(None))
     share = Scheduled(7, [1, 2, -2], 4, [3, 9], (7, 8), 2, (5, 6), 4, "mean", 1, True, True, 2, near_table=[0, 5])
-    new = NewSequence(7, [1, 2], SamplingParams(temperature=0.5, stop=("a",)), 11, (1,))
+    new = NewSequence(7, [1, 2], SamplingParams(temperature=0.5, stop=("a",)), 11, (1,), [4, 5])
     plan = Plan([share], [new], [3], [Copy(1, 2, 0, 5)], [(0, 1)])
     one.send(Run(plan))
     found = other.receive()
