@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import os
-import re
 import shlex
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -13,7 +12,7 @@ from typing import TYPE_CHECKING, NamedTuple
 from nanovllm_cli.chat import sampling
 from nanovllm_cli.chat.clipboard import copy
 from nanovllm_cli.chat.conversation import Message
-from nanovllm_cli.chat.export import CUT, as_json, as_markdown
+from nanovllm_cli.chat.export import CUT, as_json, as_markdown, fenced
 from nanovllm_cli.chat.loop import Chat, Leave
 from nanovllm_cli.cli.files import write_whole
 from nanovllm_cli.cli.inputs import checked, decode, read_file
@@ -228,8 +227,7 @@ def _file(chat: Chat, argument: str) -> None:
     tokens, limit = chat.model.tokens_of([text]), chat.model.limit
     if tokens is not None and limit is not None and tokens >= limit:
         raise UsageError(f"{path} has {tokens} tokens, the context holds {limit}")
-    fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
-    chat.attachments.append(f"{path.name}:\n{fence}\n{text.removesuffix(chr(10))}\n{fence}")
+    chat.attachments.append(f"{path.name}:\n{fenced(text.removesuffix(chr(10)))}")
     long = counted(len(text), "character") if tokens is None else counted(tokens, "token")
     chat.display.say(f"{path} ({long}) goes with the next message")
 

@@ -30,14 +30,15 @@ def as_markdown(conversation: Conversation, model: str) -> str:
         if message.reasoning:
             parts.append("\n".join(f"> {line}".rstrip() for line in message.reasoning.splitlines()))
         parts.append(" ".join([f"*({WORDS[kind_of(url)]})*" for url in message.images]))
-        parts.append(_fenced(message.content) if message.role == "tool" else message.content)
-        parts += [f"*(calls {each.name})*\n\n{_fenced(each.arguments)}" for each in message.calls]
+        parts.append(fenced(message.content) if message.role == "tool" else message.content)
+        parts += [f"*(calls {each.name})*\n\n{fenced(each.arguments)}" for each in message.calls]
         if message.cut is not None:
             parts.append(f"*({CUT[message.cut]})*")
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
-def _fenced(text: str) -> str:
+def fenced(text: str) -> str:
+    """As a block of code, whatever fences are in it."""
     fence = "`" * max(3, 1 + max(map(len, re.findall("`+", text)), default=0))
     return f"{fence}\n{text}\n{fence}"
 
