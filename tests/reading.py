@@ -6,13 +6,16 @@ import functools
 import io
 import json
 import random
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
-from engines import random_model, save
+from engines import engine_for, logprobs_of, random_model, run, save
+from nanovllm_cli.engine.worker import Worker
+from nanovllm_cli.sampling_params import SamplingParams
 from test_llm import write_byte_tokenizer
 
 START, END, VOCAB = 0, 1, 300
@@ -92,3 +95,20 @@ def expected(kind: str, source: tuple[int, ...], text: tuple[int, ...]) -> torch
 def a_source(length: int, seed: int = 0) -> tuple[int, ...]:
     generator = torch.Generator().manual_seed(seed)
     return (*torch.randint(2, VOCAB, (length - 1,), generator=generator).tolist(), END)
+
+
+def greedily(count: int, **options: Any) -> SamplingParams:
+    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
+
+
+def check_greedy_answers(worker: Worker, sources: Sequence[Sequence[int]], expected: Callable[..., torch.Tensor]) -> None:
+    """Alone and in one batch. expected: of a source and what was written, the log-probabilities of what comes next."""
+    together = run(engine_for(worker), [(list(source), greedily(30, logprobs=0)) for source in sources])
+    for source, output in zip(sources, together, strict=True):
+        ids = output.outputs[0].token_ids
+        logprobs = expected(source, tuple(ids))[:-1]
+        assert list(ids) == logprobs.argmax(-1).tolist()
+        torch.testing.assert_close(torch.tensor(logprobs_of(output)), logprobs.max(-1).values, rtol=1e-4, atol=1e-4)
+        (alone,) = run(engine_for(worker), [(list(source), greedily(30, logprobs=0))])
+        assert logprobs_of(alone) == logprobs_of(output)
+        assert output.prompt_token_ids == source

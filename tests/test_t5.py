@@ -7,6 +7,7 @@ import dataclasses
 import json
 import re
 import shutil
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -25,30 +26,29 @@ from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.control_vector import check_led
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.quantized import open_reader
-from reading import END, KINDS, START, VOCAB, a_source, expected, t5, t5_folder, with_pieces
+from reading import (
+    END,
+    KINDS,
+    START,
+    VOCAB,
+    a_source,
+    check_greedy_answers,
+    expected,
+    greedily,
+    t5,
+    t5_folder,
+    with_pieces,
+)
 from test_convert import converted
 
 pytest.importorskip("transformers")
-
-
-def greedily(count: int, **options: Any) -> SamplingParams:
-    return SamplingParams(temperature=0.0, max_tokens=count, ignore_eos=True, **options)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_answers_are_what_transformers_writes(kind: str, tmp_path: Path) -> None:
     """Alone and in one batch: sources of less than a block, of whole ones, and of more than a tile of the kernels."""
     worker = worker_for(t5_folder(tmp_path, kind), dtype="float32", num_blocks=64)
-    sources = [a_source(length, length) for length in (1, 5, 16, 17, 150)]
-    together = run(engine_for(worker), [(list(source), greedily(30, logprobs=0)) for source in sources])
-    for source, output in zip(sources, together, strict=True):
-        ids = output.outputs[0].token_ids
-        logprobs = expected(kind, source, tuple(ids))[:-1]
-        assert list(ids) == logprobs.argmax(-1).tolist()
-        torch.testing.assert_close(torch.tensor(logprobs_of(output)), logprobs.max(-1).values, rtol=1e-4, atol=1e-4)
-        (alone,) = run(engine_for(worker), [(list(source), greedily(30, logprobs=0))])
-        assert logprobs_of(alone) == logprobs_of(output)
-        assert output.prompt_token_ids == source
+    check_greedy_answers(worker, [a_source(length, length) for length in (1, 5, 16, 17, 150)], partial(expected, kind))
 
 
 @pytest.mark.parametrize("kind", ["t5", "umt5"])
