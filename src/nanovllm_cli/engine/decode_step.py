@@ -255,7 +255,8 @@ class DecodeStep:
     def _write_looks(
         self, scheduled: Sequence[Scheduled], lines: np.ndarray, lens: np.ndarray
     ) -> tuple[np.ndarray, np.ndarray | None]:
-        """What leads each sequence, and what all of its tokens see, into their lines: how many tokens and rows these are."""
+        """What leads each sequence, and what all of its tokens see, into their lines: how many tokens and rows these are. Where
+        there are no sequences a step of either kind is to be prepared."""
         cross, looks = self._model.spec.cross, np.zeros((len(scheduled), 3), np.int32)
         for row, share in enumerate(scheduled):
             if share.lead is not None:
@@ -266,7 +267,7 @@ class DecodeStep:
         lead[:], of_tokens[:] = 0, 0
         lead[: len(scheduled)] = looks[:, 0]
         of_tokens[: lens.sum()] = np.repeat(looks[:, 1:], lens, axis=0)
-        return looks[:, 0], looks[:, 2] if self._are_led(scheduled) else None
+        return looks[:, 0], looks[:, 2] if not scheduled or self._are_led(scheduled) else None
 
     def _are_led(self, scheduled: Sequence[Scheduled]) -> bool:
         """Whether these see something in front of their texts, of whom all do or none does."""
