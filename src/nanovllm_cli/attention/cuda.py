@@ -40,8 +40,8 @@ from nanovllm_cli.attention.backend import (
     WholeRows,
 )
 from nanovllm_cli.attention.cuda_blocks import CudaBlocks
-from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
-from nanovllm_cli.attention.cuda_views import Encoded, Shape, Tables, TokenRows, behind_leads, in_chunks, token_rows
+from nanovllm_cli.attention.cuda_latent import CudaLatent
+from nanovllm_cli.attention.cuda_views import CudaStep, Encoded, Shape, Tables, behind_leads, in_chunks, token_rows
 from nanovllm_cli.attention.encoded import EncodedRows, behind_each, leading, looked_at
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.attention.narrow_values import values_narrowed, values_widened
@@ -68,34 +68,6 @@ MAX_FLASH_DIM = 256
 LATENT_ROWS = 128
 """Tokens that a launch has at the least where each is a row of its own, if they are cut into splits: enough to fill a GPU."""
 GIB = 1 << 30
-
-
-class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
-    is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
-    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more.
-    chunks: for decodes in layers that see no further than those. near: the same for layers with a window, where these have slots
-    and tables of their own. encoded: for attention to what an encoder has made."""
-
-    slots: torch.Tensor
-    block_tables: torch.Tensor
-    kv_lens: torch.Tensor
-    known_lens: torch.Tensor
-    query_starts: torch.Tensor
-    states: torch.Tensor
-    work: dict[Shape, PrefillWork] | None = None
-    rows: TokenRows | None = None
-    groups: Groups | None = None
-    prompts: list[int] | None = None
-    whole: WholeRows | None = None
-    chunks: Tables | None = None
-    near: CudaStep | None = None
-    encoded: Encoded | None = None
-
-    @property
-    def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What layers that keep states go by."""
-        return self.query_starts, self.kv_lens, self.known_lens, self.states
 
 
 class Sides(NamedTuple):

@@ -1,5 +1,5 @@
-"""A step on a GPU as some of its layers see it: tables and lengths that follow from a batch's. They are computed on the device,
-as a recorded step's lengths are known there.
+"""A step on a GPU as its layers see it. Tables and lengths that follow from a batch's are computed on the device, as a recorded
+step's lengths are known there.
 
 Legend: T tokens, B sequences, P blocks in a table, S block size.
 """
@@ -11,6 +11,8 @@ from typing import NamedTuple
 
 import torch
 
+from nanovllm_cli.attention.backend import WholeRows
+from nanovllm_cli.attention.cuda_latent import Groups
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.prefill_attention import PrefillWork
@@ -48,6 +50,34 @@ class Encoded(NamedTuple):
 
     tables: Tables
     divided: dict[Shape, PrefillWork] | None = None
+
+
+class CudaStep(NamedTuple):
+    """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
+    is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
+    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more.
+    chunks: for decodes in layers that see no further than those. near: the same for layers with a window, where these have slots
+    and tables of their own. encoded: for attention to what an encoder has made."""
+
+    slots: torch.Tensor
+    block_tables: torch.Tensor
+    kv_lens: torch.Tensor
+    known_lens: torch.Tensor
+    query_starts: torch.Tensor
+    states: torch.Tensor
+    work: dict[Shape, PrefillWork] | None = None
+    rows: TokenRows | None = None
+    groups: Groups | None = None
+    prompts: list[int] | None = None
+    whole: WholeRows | None = None
+    chunks: Tables | None = None
+    near: CudaStep | None = None
+    encoded: Encoded | None = None
+
+    @property
+    def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """What layers that keep states go by."""
+        return self.query_starts, self.kv_lens, self.known_lens, self.states
 
 
 def token_rows(launcher: Launcher, batch: Batch) -> TokenRows:

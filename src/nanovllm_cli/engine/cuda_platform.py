@@ -36,6 +36,7 @@ from nanovllm_cli.leading import Glance, Lead
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.models.text_encoder import TextEncoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_divided import CudaDivided
 from nanovllm_cli.quant.cuda_far import FarMemory
@@ -47,6 +48,7 @@ from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.streams_spec import GatedStreamsSpec
+from nanovllm_cli.vision_spec import Sound
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
@@ -318,6 +320,13 @@ class CudaPlatform:
             """Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own."""
             return [step(1 << i, 1, lora) for i in range(1, (tokens - 1).bit_length())]
 
+        def alone_and_beside(lora: tuple[float, ...]) -> list[list[Scheduled]]:
+            """Where some layers are of whoever looks at something alone, steps in which not all do have kernels of their own."""
+            if model.spec.looks is None or tokens < 4:
+                return []
+            (share, *_) = step(2, lora=lora)
+            return [[share, share._replace(lead=None)], [share._replace(lead=None)]]
+
         def run(steps: list[list[Scheduled]]) -> None:
             for shares in steps:
                 batch, owners = build_batch(shares, size)
@@ -332,9 +341,11 @@ class CudaPlatform:
 
         def rehearse() -> None:
             for lora in {(), chosen}:
-                run([*chunks(lora), step(tokens, lora=lora)])
+                run([*chunks(lora), step(tokens, lora=lora), *alone_and_beside(lora)])
             with torch.inference_mode():
                 model.rehearse_experts(tokens)
+                if model.encoder is not None:
+                    _read_texts(TextEncoder(model.encoder, size), min(model.encoder.spec.max_position, longest))
 
         self.launcher.rehearse(rehearse)
         self.device.forget_peak()
@@ -358,6 +369,13 @@ def _lead_of(spec: ModelSpec, longest: int) -> Lead:
     if (spec.cross or spec.looks) is None:
         return Lead(0, ())
     return Lead(LEAD, (Glance(0, 0, LEAD),)) if longest > LEAD else Lead(0, (Glance(0, 0, 1),))
+
+
+def _read_texts(encoder: TextEncoder, longest: int) -> None:
+    """Of 1, 2, 4, … tokens, up to so many: their steps have kernels of their own."""
+    for count in (*(1 << i for i in range((longest - 1).bit_length())), longest):
+        for _ in encoder.stages(Sound.of_text([0] * count)):
+            pass
 
 
 def _with_encoded(model: Decoder, inputs: StepInputs) -> StepInputs:
