@@ -19,6 +19,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.aligning import Aligner
 from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.engine.decodes import are_decodes
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
@@ -60,7 +61,7 @@ class CudaRunner:
 
     def arranged(self, plan: Plan) -> Plan:
         """See PlanRunner: those that draw on the device first, as in a decode step."""
-        if not _are_decodes(plan.scheduled):
+        if not are_decodes(plan.scheduled):
             return plan
         new = {each.seq_id: each for each in plan.new}
 
@@ -96,7 +97,7 @@ class CudaRunner:
         self.cache.copy_states(plan.state_copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
-        if not _are_decodes(plan.scheduled):
+        if not are_decodes(plan.scheduled):
             return self._step(plan.scheduled, hidden)
         num_tokens = sum(len(share.token_ids) for share in plan.scheduled)
         if num_tokens == len(plan.scheduled):
@@ -181,9 +182,7 @@ class CudaRunner:
         drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), num_drawn)
         return lambda: output._replace(drawn=drawn)
 
-    def _run(
-        self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]
-    ) -> tuple[Hidden, StepOutput]:
+    def _run(self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]) -> tuple[Hidden, StepOutput]:
         """Rows behind the last norm, and what comes of them beside draws."""
         inputs = self._aligner.watched(scheduled, self.model.prepare(batch))
         hidden = self.model.run(inputs, self.cache)
@@ -269,23 +268,3 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return logits[rows[0] : rows[0] + len(rows)]
     return logits.index_select(0, torch.tensor(rows).to(logits.device))
-
-
-def _are_decodes(scheduled: list[Scheduled]) -> bool:
-    """All of which see something in front of their texts, each always the same, or none of which has anything there."""
-    if not all(map(_is_decode, scheduled)):
-        return False
-    leads = [share.lead for share in scheduled if share.lead is not None]
-    return not leads or (len(leads) == len(scheduled) and all(map(_sees_one_thing, scheduled)))
-
-
-def _sees_one_thing(share: Scheduled) -> bool:
-    assert share.lead is not None
-    seen = share.lead.seen_at(share.start)
-    return seen[1] > 0 and seen == share.lead.seen_at(share.start + len(share.token_ids) - 1)
-
-
-def _is_decode(share: Scheduled) -> bool:
-    """One token and guesses behind it, or as good as that."""
-    is_one = len(share.token_ids) == 1 + share.num_guesses or share.every_row
-    return is_one and share.draws == (share.seq_id,) and share.prompt_logprobs is None and not share.images

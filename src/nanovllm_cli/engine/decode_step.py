@@ -23,6 +23,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_tables import Tables, slots_of
 from nanovllm_cli.engine.decode_work import DecodeWork
+from nanovllm_cli.engine.decodes import looks_of
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
@@ -87,7 +88,6 @@ class DecodeStep:
         self._graphs: dict[Key, tuple[Graph, torch.Tensor, torch.Tensor | None]] = {}
         self._seen: set[Key] = set()
         self._most_recorded = most_recorded
-        self._may_be_led = (model.spec.cross or model.spec.looks) is not None
         self.drawn_tokens = self._state[:max_rows]
         self.sampling_rows = self._lines[SAMPLING_ROW].view(torch.int32)[:max_rows]
 
@@ -108,8 +108,8 @@ class DecodeStep:
         room = self._upload(scheduled, rows_before, slots)
         self._read_hidden(hidden)
         sampling = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
-        key = self._bucket(len(scheduled)), room, sampling, self._upload_lora(scheduled), self._are_led(scheduled)
-        return self._run(key, sampler)
+        bucket, lora, led = self._bucket(len(scheduled)), self._upload_lora(scheduled), self._are_led(scheduled)
+        return self._run((bucket, room, sampling, lora, led), sampler)
 
     def run_guesses(
         self, scheduled: Sequence[Scheduled], sampler: DeviceSampler, hidden: torch.Tensor | None = None
@@ -117,8 +117,7 @@ class DecodeStep:
         """Several tokens of some sequences, max_tokens in all at most: logits [T, V], to be used before the next step."""
         room = self._upload(scheduled, {}, [])
         self._read_hidden(hidden)
-        num_tokens = sum(len(share.token_ids) for share in scheduled)
-        key = num_tokens, room, None, self._upload_lora(scheduled), self._are_led(scheduled)
+        key = sum(len(each.token_ids) for each in scheduled), room, None, self._upload_lora(scheduled), self._are_led(scheduled)
         return self._run(key, sampler)
 
     def _read_hidden(self, rows: torch.Tensor | None) -> None:
@@ -190,8 +189,7 @@ class DecodeStep:
         )
         work = None if room is None or self._work is None else self._work.by_shape
         inputs = self._model.inputs(batch, self._backend.decode_step(batch, work))
-        inputs = inputs._replace(looking=Looking(None) if led else None)
-        hidden = self._model.run(inputs, self._cache)
+        hidden = self._model.run(inputs._replace(looking=Looking(None) if led else None), self._cache)
         self.hidden = self._model.kept(hidden) if self._keeps_hidden else None
         logits = self._model.logits(hidden)
         if sampling is not None:
@@ -221,14 +219,14 @@ class DecodeStep:
         lines[KNOWN, : len(fed)] = [token for _, token in fed]
         lines[SOURCE] = lines[SLOT] = lines[NEAR_SLOT] = -1
         lines[SOURCE, : len(fed)] = source
-        lines[POSITION] = lines[ROPE_LEN] = 0
+        lines[POSITION] = lines[ROPE_LEN] = lines[LEAD] = lines[LOOK] = 0
         lines[POSITION, : len(fed)] = rotary_positions(scheduled, position)
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = slots_of(tables, lens, position, size)
         if near is not None:
             lines[NEAR_SLOT, : len(fed)] = slots_of(near, lens, position, size)
-        kv_lens, known_lens, sampling_rows, starts, states = (
-            lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE)
+        kv_lens, known_lens, sampling_rows, starts, states, leads, seen = (
+            lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE, LEAD, LOOK)
         )
         states[:count] = [share.state for share in scheduled]
         kv_lens[:] = known_lens[:] = 0
@@ -240,9 +238,8 @@ class DecodeStep:
         if len(fed) > count:
             starts[: count + 1] = np.concatenate(([0], np.cumsum(lens)))
             starts[count + 1 : self.max_tokens + 1] = len(fed)
-        lead, seen = None, None
-        if self._may_be_led:
-            lead, seen = self._write_looks(scheduled, lines, lens)
+        looks = looks_of(scheduled, self._model.spec.cross)
+        leads[:count], seen.reshape(-1, 2)[: len(fed)] = looks[:, 0], np.repeat(looks[:, 1:], lens, axis=0)
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._tables.upload(tables)
@@ -250,24 +247,8 @@ class DecodeStep:
                 self._near_tables.upload(near)
         if not self._backend.deterministic and len(fed) == count:
             return None
-        return self._divide(lens, kv_len if lead is None else kv_len - lead, seen)
-
-    def _write_looks(
-        self, scheduled: Sequence[Scheduled], lines: np.ndarray, lens: np.ndarray
-    ) -> tuple[np.ndarray, np.ndarray | None]:
-        """What leads each sequence, and what all of its tokens see, into their lines: how many tokens and rows these are. Where
-        there are no sequences a step of either kind is to be prepared."""
-        cross, looks = self._model.spec.cross, np.zeros((len(scheduled), 3), np.int32)
-        for row, share in enumerate(scheduled):
-            if share.lead is not None:
-                looks[row] = share.lead.num_tokens, *share.lead.seen_at(share.start)
-            elif cross is not None:
-                looks[row] = cross.lead, 0, cross.rows
-        lead, of_tokens = lines[LEAD].view(np.int32), lines[LOOK].view(np.int32).reshape(-1, 2)
-        lead[:], of_tokens[:] = 0, 0
-        lead[: len(scheduled)] = looks[:, 0]
-        of_tokens[: lens.sum()] = np.repeat(looks[:, 1:], lens, axis=0)
-        return looks[:, 0], looks[:, 2] if not scheduled or self._are_led(scheduled) else None
+        is_led = not scheduled or self._are_led(scheduled)  # without sequences either kind is prepared
+        return self._divide(lens, kv_len - looks[:, 0], looks[:, 2] if is_led else None)
 
     def _are_led(self, scheduled: Sequence[Scheduled]) -> bool:
         """Whether these see something in front of their texts, of whom all do or none does."""
