@@ -108,11 +108,12 @@ class CudaPlatform:
     def group(self, meeting: Meeting) -> CudaGroup:
         return CudaGroup(meeting, self.device)
 
-    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
-        """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
+    def resolve_dtype(self, stored: set[str], spec: ModelSpec) -> torch.dtype:
+        """auto: float16 for matrices that are, unless the model outgrows it, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype
         if name == "auto":
-            name = "float16" if stored == {"F16"} or self.launcher.capability < AMPERE else "bfloat16"
+            is_half = stored == {"F16"} and not spec.outgrows_half
+            name = "float16" if is_half or self.launcher.capability < AMPERE else "bfloat16"
         if name not in _DTYPES:
             raise UnsupportedError(f"{name} is not computed on a GPU", "use --dtype bfloat16, --dtype float16 or --device cpu")
         if name == "bfloat16" and self.launcher.capability < AMPERE:
