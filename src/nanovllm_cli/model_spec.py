@@ -261,13 +261,6 @@ class ModelSpec:
         return any(state_in(mixer) is not None for mixer in self.mixers)
 
     @property
-    def outgrows_half(self) -> bool:
-        """Whether numbers between its layers may be larger than float16 holds: where norms are behind what joins the residual
-        stream (Gemma 2 and 3, GLM-4, PLaMo 2: vLLM computes none of them in float16), and of T5s, whose last matrices of MLPs
-        transformers keeps in float32."""
-        return self.blocks[0].order == "sandwich" or (self.encoder is not None and self.distances is not None)
-
-    @property
     def last_keeper(self) -> int:
         """The last layer that keeps something of a token, or -1: behind its mixer only tokens whose logits are wanted go on."""
         kept = (mixer is not None and not (isinstance(mixer, AttentionSpec) and mixer.reads is not None) for mixer in self.mixers)

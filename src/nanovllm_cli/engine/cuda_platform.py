@@ -112,7 +112,7 @@ class CudaPlatform:
         """auto: float16 for matrices that are, unless the model outgrows it, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype
         if name == "auto":
-            is_half = stored == {"F16"} and not spec.outgrows_half
+            is_half = stored == {"F16"} and not _outgrows_half(spec)
             name = "float16" if is_half or self.launcher.capability < AMPERE else "bfloat16"
         if name not in _DTYPES:
             raise UnsupportedError(f"{name} is not computed on a GPU", "use --dtype bfloat16, --dtype float16 or --device cpu")
@@ -361,6 +361,13 @@ class CudaPlatform:
         return DoesNotFitError(
             f"{what}: {memory.free / GIB:.1f} of the GPU's {memory.total / GIB:.1f} GiB are free", hint
         )
+
+
+def _outgrows_half(spec: ModelSpec) -> bool:
+    """Whether numbers between its layers may be larger than float16 holds: where norms are behind what joins the residual stream
+    (Gemma 2 and 3, GLM-4, PLaMo 2: vLLM computes none of them in float16), and of T5s, whose last matrices of MLPs transformers
+    keeps in float32."""
+    return spec.blocks[0].order == "sandwich" or (spec.encoder is not None and spec.distances is not None)
 
 
 def _lead_of(spec: ModelSpec, longest: int) -> Lead:
