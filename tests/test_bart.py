@@ -17,7 +17,6 @@ from safetensors.torch import load_file, save_file
 from barts import END, KINDS, PADDING, VOCAB, a_source, bart, bart_folder, begun_by, expected
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
 from nanovllm_cli.config import Lora
-from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import (
     CheckpointError,
@@ -30,9 +29,6 @@ from nanovllm_cli.errors import (
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.loader import read_spec
-from nanovllm_cli.weights.quantized import open_reader
 from reading import check_greedy_answers, greedily
 
 pytest.importorskip("transformers")
@@ -304,7 +300,3 @@ def test_what_it_can_not_do_is_told(workers: dict[str, Worker], folders: dict[st
             engine.add("a", source, greedily(2, **{field: "de"}))
     with pytest.raises(UnsupportedError, match="a draft model"):
         worker_for(folders["bart"], draft_model=str(folders["bart"]))
-    with open_checkpoint(folders["bart"]) as checkpoint:
-        spec = read_spec(checkpoint, open_reader(checkpoint))
-    with pytest.raises(UnsupportedError, match="on a GPU"):
-        CudaPlatform.backend(None, spec, torch.float32)  # type: ignore[arg-type]

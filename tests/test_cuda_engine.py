@@ -38,6 +38,8 @@ from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import NullProgress
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.loader import read_spec
+from nanovllm_cli.weights.quantized import open_reader
 
 pytestmark = needs_emulation
 SHAPE = SMALL | {"num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 48, "head_dim": 64,
@@ -543,6 +545,15 @@ def test_old_gpus_compute_in_half_precision(folder: Path) -> None:
     with open_checkpoint(folder) as checkpoint:
         config = EngineConfig(num_blocks=16, max_num_seqs=2)
         assert Worker(checkpoint, config, platform=CudaPlatform(config, turing)).dtype == torch.float16
+
+
+@pytest.mark.parametrize(("order", "dtype"), [("pre", torch.float16), ("sandwich", torch.bfloat16)])
+def test_what_outgrows_half_precision_is_computed_in_another(order: Any, dtype: torch.dtype, folder: Path) -> None:
+    with open_checkpoint(folder) as checkpoint:
+        spec = read_spec(checkpoint, open_reader(checkpoint)).in_order(order)
+    assert CudaPlatform(EngineConfig(), EmulatedDevice()).resolve_dtype({"F16"}, spec) == dtype
+    assert CudaPlatform(EngineConfig(dtype="float16"), EmulatedDevice()).resolve_dtype({"BF16"}, spec) == torch.float16
+    assert CudaPlatform(EngineConfig(), EmulatedDevice(capability=75)).resolve_dtype({"F16"}, spec) == torch.float16
 
 
 def test_a_cache_is_sized_by_what_is_left(folder: Path) -> None:

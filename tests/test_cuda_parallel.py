@@ -28,6 +28,7 @@ from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from rank_server import RankServer
 from test_cuda_delta import MODELS as DELTA_MODELS
+from test_cuda_encoded import made
 from test_cuda_engine import PROMPTS, SHAPE, engine_on
 from test_cuda_experts import FAMILIES as EXPERTS
 from test_cuda_families import OTHERS
@@ -91,6 +92,14 @@ def gives_the_same(folder: Path, requests: list[Any] = REQUESTS, size: int = 2, 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, tmp_path: Path, quick: RankServer) -> None:
     assert gives_the_same(save(random_model(FAMILIES[name], dtype=torch.bfloat16), tmp_path)).graphs
+
+
+@pytest.mark.parametrize("kind", ["t5", "whisper"])
+def test_what_an_encoder_has_made(kind: str, tmp_path: Path, quick: RankServer) -> None:
+    """Each process attends to its part of it."""
+    model = made(kind, tmp_path)
+    params = SamplingParams(max_tokens=5, logprobs=0, **PLAIN)
+    gives_the_same(model.folder, [(prompt, params) for prompt in model.prompts(engine_on(model.folder, None))])
 
 
 def test_experts_one_after_another(tmp_path: Path, quick: RankServer) -> None:

@@ -173,6 +173,20 @@ def test_of_layers_that_read_anothers_cache_there_is_q_alone(shape: Shape, order
     assert all(args[name].isnan().all() for name in ("k_cache", "v_cache"))
 
 
+@pytest.mark.parametrize("kv_dtype", [BF16, FP8, INT8])
+@pytest.mark.parametrize("shape", [SHAPES[index] for index in (0, 4, 9)])
+def test_of_rows_that_ask_nothing_there_are_k_and_v_alone(shape: Shape, kv_dtype: torch.dtype) -> None:
+    """The same bits: what an encoder has made is kept so."""
+    args = make(shape, BF16, kv_dtype)
+    sides = [name for name in args if name[1:] in ("_cache", "_scale") and args[name] is not None]
+    alone = {**args, **{name: args[name].clone() for name in sides}}
+    run(Emulator(), **args)
+    alone |= {"heads": 0, "qkv": args["qkv"][:, shape.heads * shape.dim :].contiguous()}
+    assert run(Emulator(), **alone).shape == (shape.tokens, 0, shape.dim)
+    for name in sides:
+        assert torch.equal(alone[name].view(torch.uint8), args[name].view(torch.uint8)), name
+
+
 def test_without_norm_and_rope_everything_is_copied() -> None:
     args = make(SHAPES[7], BF16, BF16, norm=False)
     q = run(Emulator(), **args)

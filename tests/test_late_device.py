@@ -18,7 +18,8 @@ from emulation.device import EmulatedDevice
 from emulation.emulator import needs_emulation
 from emulation.late import LateDevice, LateEvent
 from engines import greedy, random_model, save
-from nanovllm_cli.attention.cuda import CudaAttention, CudaBlocks
+from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.attention.cuda_blocks import CudaBlocks
 from nanovllm_cli.constraint import Constraint
 from nanovllm_cli.engine import device_sampler
 from nanovllm_cli.engine.decode_tables import Tables

@@ -32,10 +32,9 @@ from listening import (
     whisper,
     whisper_folder,
 )
-from nanovllm_cli.config import EngineConfig, LoraModule
+from nanovllm_cli.config import LoraModule
 from nanovllm_cli.constraint import TranscriptRules
 from nanovllm_cli.engine.checked_images import Seeing, checked_images
-from nanovllm_cli.engine.cuda_platform import CudaPlatform
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec
@@ -45,9 +44,6 @@ from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.whisper import MAX_ROWS, WHISPER
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import Sound, TokenIds
-from nanovllm_cli.weights.checkpoint import open_checkpoint
-from nanovllm_cli.weights.loader import read_spec
-from nanovllm_cli.weights.quantized import open_reader
 
 pytest.importorskip("transformers")
 BEGINS = [START, EN, TRANSCRIBE, UNTIMED]
@@ -324,15 +320,6 @@ def test_a_key_that_is_left_out_changes_nothing() -> None:
     for key in whole:
         less = {name: value for name, value in whole.items() if name != key}
         assert (spec_from_hf(less, WHISPER), read(ConfigReader(less, "config.json"), none)) == expected, key
-
-
-def test_a_gpu_refuses_it(folder: Path) -> None:
-    with open_checkpoint(folder) as checkpoint:
-        spec = read_spec(checkpoint, open_reader(checkpoint))
-    platform = CudaPlatform.__new__(CudaPlatform)
-    platform.config = EngineConfig()
-    with pytest.raises(UnsupportedError, match="on a GPU"):
-        platform.backend(spec, torch.float16)
 
 
 def test_the_context_is_the_text_and_the_sound(worker: Worker, spec: HearingSpec) -> None:

@@ -30,6 +30,10 @@ class Lead(NamedTuple):
     num_tokens: int
     glances: tuple[Glance, ...]
 
+    def seen_at(self, place: int) -> tuple[int, int]:
+        """What the token there sees: the first of those that stand for it, and how many rows that is; 0: nothing."""
+        return next(((each.first, each.num_rows) for each in reversed(self.glances) if each.start <= place), (0, 0))
+
 
 def led(images: Sequence[PlacedImage], text: Sequence[int], token: int) -> tuple[PlacedImage, ...]:
     """Where images lie in front of a text, in which `token` stands for each of them: as many as there are."""

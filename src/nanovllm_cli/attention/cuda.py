@@ -21,6 +21,7 @@ Legend: T tokens, B sequences, H query heads, K kv heads, D head dim, N blocks, 
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any, NamedTuple
 
@@ -38,12 +39,15 @@ from nanovllm_cli.attention.backend import (
     ScanWeights,
     WholeRows,
 )
-from nanovllm_cli.attention.cuda_latent import CudaLatent, Groups
+from nanovllm_cli.attention.cuda_blocks import CudaBlocks
+from nanovllm_cli.attention.cuda_latent import CudaLatent
+from nanovllm_cli.attention.cuda_views import CudaStep, Encoded, Shape, Tables, behind_leads, in_chunks, token_rows
+from nanovllm_cli.attention.encoded import EncodedRows, behind_each, leading, looked_at
 from nanovllm_cli.attention.kv_cache import BlockPart, LayerCache
 from nanovllm_cli.attention.narrow_values import values_narrowed, values_widened
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
-from nanovllm_cli.kernels import blocks
 from nanovllm_cli.kernels.block_index import BlockIndexInputs
 from nanovllm_cli.kernels.causal_conv import causal_conv
 from nanovllm_cli.kernels.connections import NO_DIGESTS, NO_GATED_STREAMS
@@ -66,75 +70,13 @@ LATENT_ROWS = 128
 GIB = 1 << 30
 
 
-class Shape(NamedTuple):
-    """Layers that agree in these share what is prepared. window, chunk: 0 for none."""
+class Sides(NamedTuple):
+    """A layer's keys and values, and their scales where they have some."""
 
-    heads: int
-    kv_heads: int
-    head_dim: int
-    window: int
-    both_ways: bool
-    chunk: int = 0
-
-
-class TokenRows(NamedTuple):
-    """Of each token: how many tokens its sequence has up to it, 0 for padding, and which sequence that is. [T] int32."""
-
-    lens: torch.Tensor
-    sequences: torch.Tensor
-
-
-class Chunks(NamedTuple):
-    """Of a step of decodes as of sequences that begin with their chunks: block tables [B, P] and kv_lens [B]."""
-
-    block_tables: torch.Tensor
-    kv_lens: torch.Tensor
-
-
-class CudaStep(NamedTuple):
-    """Of one batch: slots [T], block tables [B, P], kv_lens and known_lens [B], query starts [B + 1], states [B]; for a step that
-    is not decodes only the work by shape, its tokens as rows if some attention is latent, and those in groups where the host has
-    divided them; where all sequences are whole prompts, the first row of each and the end. whole: rows that see more.
-    chunks: for decodes in layers that see no further than those. near: the same for layers with a window, where these have slots
-    and tables of their own."""
-
-    slots: torch.Tensor
-    block_tables: torch.Tensor
-    kv_lens: torch.Tensor
-    known_lens: torch.Tensor
-    query_starts: torch.Tensor
-    states: torch.Tensor
-    work: dict[Shape, PrefillWork] | None = None
-    rows: TokenRows | None = None
-    groups: Groups | None = None
-    prompts: list[int] | None = None
-    whole: WholeRows | None = None
-    chunks: Chunks | None = None
-    near: CudaStep | None = None
-
-    @property
-    def for_states(self) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-        """What layers that keep states go by."""
-        return self.query_starts, self.kv_lens, self.known_lens, self.states
-
-
-class CudaBlocks:
-    """A BlockMover."""
-
-    def __init__(self, launcher: Launcher, layers: list[LayerCache]) -> None:
-        self._launcher = launcher
-        self._regions = blocks.cache_regions(launcher, layers)
-
-    def copy(self, pairs: list[tuple[int, int]]) -> None:
-        blocks.copy_blocks(self._launcher, self._regions, pairs)
-
-    def take_out(self, which: list[int]) -> torch.Tensor:
-        staging = torch.empty(len(which), self._regions.staged_bytes, dtype=torch.uint8, device=self._launcher.device)
-        blocks.gather_blocks(self._launcher, self._regions, which, staging)
-        return staging.cpu()
-
-    def put_in(self, which: list[int], data: torch.Tensor) -> None:
-        blocks.scatter_blocks(self._launcher, self._regions, which, data.to(self._launcher.device))
+    k: torch.Tensor
+    v: torch.Tensor
+    k_scale: torch.Tensor | None
+    v_scale: torch.Tensor | None
 
 
 class CudaAttention:
@@ -142,7 +84,8 @@ class CudaAttention:
 
     max_guesses: see CacheLayout. long_prompt: tokens from which on prompts are worth a launch each. shapes: those whose work the
     host divides. by_distance: scores go by `layers/distances.py`, too. chunk: what some layers see no further than, see
-    `AttentionSpec`; None where no sequence is longer.
+    `AttentionSpec`; None where no sequence is longer. encoded: attention to what an encoder has made, if there is any. cross:
+    that, of always as many rows.
     """
 
     chooses = False
@@ -161,11 +104,14 @@ class CudaAttention:
         max_guesses: int = 0,
         by_distance: bool = False,
         chunk: int | None = None,
+        encoded: AttentionSpec | None = None,
+        cross: CrossSpec | None = None,
     ) -> None:
         if chunk is not None and chunk % block_size:
             raise UnsupportedError(f"attention in chunks of {chunk} tokens over a KV cache with blocks of {block_size} on a GPU")
         self.launcher = launcher
         self._chunk = chunk or 0
+        self._cross = cross
         self.max_guesses = max_guesses
         self.dtype = dtype
         self.cache_dtype = cache_dtype
@@ -174,19 +120,20 @@ class CudaAttention:
         self.deterministic = deterministic
         _check_directions(specs)
         latent, specs = [spec for spec in specs if spec.latent], [spec for spec in specs if not spec.latent]
-        self.shapes = list(dict.fromkeys(map(self._shape, specs)))
+        shapes = [*map(self._shape, specs), *([] if encoded is None else [_of_encoded(encoded)])]
+        self.shapes = list(dict.fromkeys(shapes))
         for shape in self.shapes:
             tiling(launcher.capability, shape.head_dim, dtype, cache_dtype)  # refuses now what it would refuse in a step
         self._needs_rows = bool(latent)
-        shapes = () if deterministic else {shape[:3] for shape in self.shapes}
-        self._scratch = {shape: DecodeScratch(launcher, max_batch, *shape, max_tokens) for shape in shapes}
+        heads = () if deterministic else {shape[:3] for shape in self.shapes}
+        self._scratch = {each: DecodeScratch(launcher, max_batch, *each, max_tokens) for each in heads}
         self._counters = new_counters(launcher)
         most_heads = max((spec.num_kv_heads for spec in (*specs, *latent)), default=0)
         self._scales = torch.ones(most_heads, device=launcher.device) if cache_dtype == torch.float8_e4m3fn else None
         most_rows = max(max_batch, LATENT_ROWS) if deterministic else max_batch
         one_scale = None if self._scales is None else self._scales[:1]
         self._latent = CudaLatent(launcher, latent, cache_dtype, most_rows, max_tokens, deterministic, one_scale)
-        own_kernels = latent or by_distance or chunk
+        own_kernels = latent or by_distance or chunk or encoded
         plain = bool(specs) and not own_kernels and all(not (spec.window or spec.softcap or spec.sinks) for spec in specs)
         dims_fit = all(spec.head_dim % 8 == 0 and spec.head_dim <= MAX_FLASH_DIM for spec in specs)
         same_type = cache_dtype == dtype
@@ -213,40 +160,76 @@ class CudaAttention:
 
     def prepare(self, host: Batch, batch: Batch, *, whole: WholeRows | None = None, is_whole: bool = False) -> CudaStep:
         plain = not is_whole and whole is None
-        if plain and host.num_tokens == host.num_seqs and not self.deterministic:  # of whole texts: a token each
+        are_decodes = plain and host.num_tokens == host.num_seqs and not self.deterministic  # of whole texts: a token each
+        if self._cross is not None:
+            host = leading(host, self._cross)
+        if host.leads is not None:
+            return self._behind_leads(host, batch, are_decodes)
+        if are_decodes:
             return self.decode_step(batch)
         starts, lens = host.query_starts.numpy(), host.kv_lens.numpy()
         if plain and self._takes_flash_attention and (lens == np.diff(starts)).all() and lens.min() >= self.long_prompt:
             return self.decode_step(batch)._replace(prompts=starts.tolist())
-        work = {
-            shape: tiles._replace(items=tiles.items.to(self.launcher.device, non_blocking=True))
-            for shape, tiles in self.divide(starts, lens, is_whole=is_whole).items()
-        }
-        step = self.decode_step(batch, work)
+        step = self.decode_step(batch, self._brought(self.divide(starts, lens, is_whole=is_whole)))
         if whole is not None:
             near = None if step.near is None else step.near._replace(whole=whole.of_near)
             step = step._replace(whole=whole, near=near)
         return step if self.deterministic else step._replace(groups=self._latent.groups(starts, lens))
 
-    def divide(self, query_starts: np.ndarray, kv_lens: np.ndarray, *, is_whole: bool = False) -> dict[Shape, PrefillWork]:
-        """See `prefill_tiles`; items are on the host. is_whole: all rows see those behind them."""
+    def _behind_leads(self, host: Batch, batch: Batch, are_decodes: bool) -> CudaStep:
+        """Of sequences some or all of whose tokens see something in front of their texts."""
+        there, size = self.launcher.device, self.block_size
+        lookers = host.lookers
+        if are_decodes and lookers is not None and len(lookers) == host.num_tokens:
+            assert host.looks is not None
+            assert host.leads is not None
+            return self.decode_step(replace(batch, looks=host.looks.to(there), leads=host.leads.to(there)))
+        text, encoded = behind_each(host, size), None
+        tables, *lens = (each.to(there) for each in (text.block_tables, text.kv_lens, text.known_lens))
+        own = replace(batch, block_tables=tables, kv_lens=lens[0], known_lens=lens[1], looks=None, leads=None)
+        if lookers is not None:
+            seen = looked_at(host, lookers, size)
+            work = self.divide(seen.query_starts.numpy(), seen.kv_lens.numpy(), seen=seen.kv_lens.numpy())
+            encoded = Encoded(Tables(seen.block_tables.to(there), seen.kv_lens.to(there)), self._brought(work))
+        if are_decodes:
+            return self.decode_step(own)._replace(encoded=encoded)
+        work = self.divide(text.query_starts.numpy(), text.kv_lens.numpy())
+        return self.decode_step(own, self._brought(work))._replace(encoded=encoded)
+
+    def _brought(self, work: dict[Shape, PrefillWork]) -> dict[Shape, PrefillWork]:
+        """To the device."""
+        there = self.launcher.device
+        return {shape: tiles._replace(items=tiles.items.to(there, non_blocking=True)) for shape, tiles in work.items()}
+
+    def divide(
+        self, query_starts: np.ndarray, kv_lens: np.ndarray, *, is_whole: bool = False, seen: np.ndarray | None = None
+    ) -> dict[Shape, PrefillWork]:
+        """See `prefill_tiles`; items are on the host. is_whole: all rows see those behind them. seen: how many rows of an
+        encoder's each sequence's tokens see; where it is None, nobody asks for these shapes."""
+        shapes = [shape for shape in self.shapes if seen is not None or not shape.of_encoded]
         return {
             shape: prefill_tiles(
-                self.launcher, query_starts, kv_lens, *shape[:3], self.dtype, self.cache_dtype,
-                window=shape.window, chunk=shape.chunk, both_ways=shape.both_ways or is_whole, deterministic=self.deterministic,
+                self.launcher, query_starts, seen if shape.of_encoded and seen is not None else kv_lens, *shape[:3], self.dtype,
+                self.cache_dtype, window=shape.window, chunk=shape.chunk, both_ways=shape.both_ways or is_whole,
+                deterministic=self.deterministic,
             )
-            for shape in self.shapes
+            for shape in shapes
         }  # fmt: skip
 
     def decode_step(self, batch: Batch, work: dict[Shape, PrefillWork] | None = None) -> CudaStep:
         """Nothing is read on the host. One token a sequence, and a kv_len of 0 is a row of padding; or any number, with work that
-        the host has divided."""
-        rows = None if work is None or not self._needs_rows else self._token_rows(batch)
+        the host has divided. Tokens see nothing in front of their texts, or all do."""
+        encoded = None
+        if batch.looks is not None:
+            batch, tables = behind_leads(self.launcher, batch, self.block_size)
+            encoded = Encoded(tables, work)
+        rows = None if work is None or not self._needs_rows else token_rows(self.launcher, batch)
         lengths = batch.kv_lens, batch.known_lens
-        chunks = self._chunks(batch) if self._chunk and work is None else None
+        has_chunks = self._chunk and work is None
+        chunks = in_chunks(self.launcher, batch, self._chunk, self.block_size) if has_chunks else None
         same = batch.slots, batch.block_tables, *lengths, batch.query_starts, batch.states
         near = None if (of_near := batch.of_near) is None else self.decode_step(of_near, work)
-        return CudaStep(*same, work, rows, chunks=chunks, near=near)
+        return CudaStep(*same, work, rows, chunks=chunks, near=near, encoded=encoded)
 
     def attend(
         self,
@@ -265,10 +248,8 @@ class CudaAttention:
             wide = values_widened(self.launcher, qkv, spec), norm, angles, sinks, cache, step, distances
             return values_narrowed(self.launcher, self.attend(replace(spec, value_dim=None), *wide), spec)
         shape = self._shape(spec)
-        heads, kv_heads, dim, window, both_ways, chunk = shape
-        of_heads = None if self._scales is None else self._scales[:kv_heads]
-        k, v, *of_rows = cache
-        k_scale, v_scale = of_rows or (of_heads, of_heads)
+        heads, kv_heads, dim, window, both_ways, chunk, _ = shape
+        k, v, k_scale, v_scale = self._sides(cache, kv_heads)
         order = spec.interleaved, spec.reads is not None, spec.qk_norm_of == "turned head"
         projected = Projected(qkv, heads, kv_heads, dim, *norm, *angles, *order)
         scale, softcap = spec.score_scale, spec.softcap or 0.0
@@ -293,6 +274,40 @@ class CudaAttention:
         if step.whole is not None and step.whole.counts_in(spec):
             out[step.whole.rows] = found(q[step.whole.rows], step.whole.step)
         return out
+
+    def keep_encoded(self, spec: AttentionSpec, kv: torch.Tensor, rows: EncodedRows, cache: LayerCache) -> None:
+        projected = Projected(kv, 0, spec.num_kv_heads, spec.head_dim, *HeadNorms(), *_no_angles(kv), False)
+        rope_and_cache(self.launcher, projected, rows.slots, *self._sides(cache, spec.num_kv_heads))
+
+    def attend_encoded(self, spec: AttentionSpec, q: torch.Tensor, cache: LayerCache, step: CudaStep) -> torch.Tensor:
+        assert step.encoded is not None
+        (tables, lens), divided = step.encoded
+        shape = _of_encoded(spec)
+        heads, kv_heads, dim = shape[:3]
+        k, v, k_scale, v_scale = self._sides(cache, kv_heads)
+        if divided is not None:
+            q = q.view(len(q), heads, dim)
+            return prefill_attention(
+                self.launcher, q, k, v, divided[shape], tables, self._counters, scale=spec.score_scale,
+                k_scale=k_scale, v_scale=v_scale,
+            )  # fmt: skip
+        asking = Projected(q, heads, kv_heads, dim, *HeadNorms(), *_no_angles(q), False, True)
+        return decode_attention(
+            self.launcher, asking, k, v, tables, lens, self._scratch[shape[:3]], spec.score_scale,
+            k_scale=k_scale, v_scale=v_scale,
+        )  # fmt: skip
+
+    def encoded_keys(self, spec: AttentionSpec, cache: LayerCache, blocks: Sequence[int], head: int) -> torch.Tensor:
+        kept, _, scales, _ = self._sides(cache, spec.num_kv_heads)
+        keys = kept[list(blocks), head].float()
+        if scales is not None:
+            keys *= scales[list(blocks), head][:, :, None] if scales.dim() > 1 else scales[head]
+        return keys.flatten(0, 1).cpu()
+
+    def _sides(self, cache: LayerCache, kv_heads: int) -> Sides:
+        k, v, *of_rows = cache
+        of_heads = None if self._scales is None else self._scales[:kv_heads]
+        return Sides(k, v, *(of_rows or (of_heads, of_heads)))
 
     def attend_latent(
         self,
@@ -375,36 +390,6 @@ class CudaAttention:
     def join_ngrams(self, *_: Any) -> None:
         raise UnsupportedError(*NO_GATED_STREAMS)
 
-    def _token_rows(self, batch: Batch) -> TokenRows:
-        """On the device, as a recorded step's lengths are known there."""
-        starts, lens = batch.query_starts, batch.kv_lens
-        lengths, numbers = (torch.empty(batch.num_tokens, dtype=torch.int32, device=starts.device) for _ in range(2))
-
-        def fill() -> None:
-            tokens = torch.arange(len(numbers), dtype=torch.int32, device=starts.device)
-            sequences = torch.searchsorted(starts[1:], tokens, right=True)
-            numbers.copy_(sequences)
-            lengths.copy_(lens[sequences] - starts[sequences + 1] + tokens + 1)
-
-        self.launcher.torch_op(fill)
-        return TokenRows(lengths, numbers)
-
-    def _chunks(self, batch: Batch) -> Chunks:
-        """On the device, as a recorded step's lengths are known there."""
-        given, lens, size = batch.block_tables, batch.kv_lens, self.block_size
-        width = given.shape[1]
-        columns = min(width, self._chunk // size)
-        tables, lengths = given.new_empty(len(given), columns), torch.empty_like(lens)
-
-        def fill() -> None:
-            before = ((lens - 1) // self._chunk * self._chunk).clamp_min(0)  # a row of padding has no tokens
-            lengths.copy_(lens - before)
-            places = (before // size)[:, None] + torch.arange(columns, device=lens.device)
-            tables.copy_(given.gather(1, places.clamp_max(width - 1).long()))
-
-        self.launcher.torch_op(fill)
-        return Chunks(tables, lengths)
-
     def _shape(self, spec: AttentionSpec) -> Shape:
         chunk = 0 if spec.chunk is None else self._chunk
         return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, spec.window or 0, spec.both_ways, chunk)
@@ -431,3 +416,13 @@ def _check_directions(specs: list[AttentionSpec]) -> None:
         if spec.both_ways and (spec.latent or spec.reads is not None):
             kind = "latent attention" if spec.latent else "attention to another layer's keys"
             raise UnsupportedError(f"{kind} in both directions on a GPU", "add --device cpu")
+
+
+def _of_encoded(spec: AttentionSpec) -> Shape:
+    return Shape(spec.num_heads, spec.num_kv_heads, spec.head_dim, both_ways=True, of_encoded=True)
+
+
+def _no_angles(rows: torch.Tensor) -> Angles:
+    """Of rows without positions."""
+    none = torch.empty(len(rows), 0, device=rows.device)
+    return none, none

@@ -11,6 +11,7 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import LayerCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.cross_spec import CrossSpec
 from nanovllm_cli.mixer_spec import AttentionSpec
 
 
@@ -65,6 +66,12 @@ def among(batch: Batch, count: int, lead: int, block_size: int) -> Batch:
     """The same as of sequences that have `count` tokens, in the whole blocks of their first `lead`, and see all of these."""
     lens, tables = torch.full_like(batch.kv_lens, count), batch.block_tables[:, : lead // block_size].contiguous()
     return replace(batch, kv_lens=lens, known_lens=lens, block_tables=tables)
+
+
+def leading(batch: Batch, cross: CrossSpec) -> Batch:
+    """The same, of sequences that all begin with as many rows of an encoder's, told like what leads a text (`Batch.leads`)."""
+    looks = torch.tensor([[0, cross.rows]], dtype=torch.int32).expand(batch.num_tokens, 2)
+    return replace(batch, looks=looks, leads=torch.full_like(batch.kv_lens, cross.lead))
 
 
 def behind_each(batch: Batch, block_size: int) -> Batch:

@@ -58,8 +58,17 @@ def own_mixer(mixer: Mixer, rank: int, size: int) -> Mixer:
 
 
 def own_spec(spec: ModelSpec, rank: int, size: int) -> ModelSpec:
-    """The same of all layers: what a process's KV cache is for."""
-    blocks = (
-        block if block.mixer is None else replace(block, mixer=own_mixer(block.mixer, rank, size)) for block in spec.blocks
-    )
-    return replace(spec, blocks=tuple(blocks))
+    """The same of all layers, and of what they attend to: what a process's KV cache is for."""
+
+    blocks = []
+    for block in spec.blocks:
+        cross, looks, mixer = block.cross, block.looks, block.mixer
+        own = replace(
+            block,
+            mixer=mixer and own_mixer(mixer, rank, size),
+            cross=cross and replace(cross, attention=own_mixer(cross.attention, rank, size)),
+            looks=looks and replace(looks, attention=own_mixer(looks.attention, rank, size)),
+        )
+        blocks.append(own)
+    encoder = spec.encoder and own_spec(spec.encoder, rank, size)
+    return replace(spec, blocks=tuple(blocks), encoder=encoder)

@@ -68,7 +68,7 @@ class Aligner:
         blocks = share.block_table[: cross.lead // self._block_size]
         heads = []
         for layer, head in wanted.heads:
-            q = torch.cat(asked[layer]).view(-1, spec.num_heads, spec.head_dim)[:, head].float()
+            q = torch.cat(asked[layer]).view(-1, spec.num_heads, spec.head_dim)[:, head].float().cpu()
             k = backend.encoded_keys(spec, self._cache.layers[layer], blocks, head // spec.queries_a_key)
             heads.append((q.numpy(), k.numpy()))
         with np.errstate(all="ignore"):

@@ -84,7 +84,7 @@ class CpuPlatform:
     def group(self, meeting: Meeting) -> CpuGroup:
         return CpuGroup(meeting)
 
-    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
+    def resolve_dtype(self, stored: set[str], spec: ModelSpec) -> torch.dtype:
         """auto: float32 for matrices that are, else bfloat16."""
         name = self.config.dtype
         if name == "auto":

@@ -7,9 +7,12 @@ from dataclasses import replace
 
 import torch
 
+from nanovllm_cli.attention.backend import StepInputs
 from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.attention.encoded import EncodedRows
 from nanovllm_cli.attention.kv_cache import CacheLayout, KVCache, block_bytes, cache_dtypes, near_bytes, state_bytes
 from nanovllm_cli.config import EngineConfig
+from nanovllm_cli.cross_spec import LEAD
 from nanovllm_cli.distributed.cuda_group import CudaGroup
 from nanovllm_cli.distributed.group import Group, Meeting
 from nanovllm_cli.engine.cuda_runner import CudaRunner
@@ -29,9 +32,11 @@ from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
 from nanovllm_cli.kernels.wkv import NO_WKV
 from nanovllm_cli.layers.kit import Share
+from nanovllm_cli.leading import Glance, Lead
 from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
+from nanovllm_cli.models.text_encoder import TextEncoder
 from nanovllm_cli.progress import LoadProgress, NullProgress
 from nanovllm_cli.quant.cuda_divided import CudaDivided
 from nanovllm_cli.quant.cuda_far import FarMemory
@@ -43,6 +48,7 @@ from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
 from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.streams_spec import GatedStreamsSpec
+from nanovllm_cli.vision_spec import Sound
 
 _DTYPES = {"bfloat16": torch.bfloat16, "float16": torch.float16}
 AMPERE = 80
@@ -102,11 +108,12 @@ class CudaPlatform:
     def group(self, meeting: Meeting) -> CudaGroup:
         return CudaGroup(meeting, self.device)
 
-    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
-        """auto: float16 for matrices that are, else bfloat16; float16 on a GPU without bfloat16."""
+    def resolve_dtype(self, stored: set[str], spec: ModelSpec) -> torch.dtype:
+        """auto: float16 for matrices that are, unless the model outgrows it, else bfloat16; float16 on a GPU without bfloat16."""
         name = self.config.dtype
         if name == "auto":
-            name = "float16" if stored == {"F16"} or self.launcher.capability < AMPERE else "bfloat16"
+            is_half = stored == {"F16"} and not _outgrows_half(spec)
+            name = "float16" if is_half or self.launcher.capability < AMPERE else "bfloat16"
         if name not in _DTYPES:
             raise UnsupportedError(f"{name} is not computed on a GPU", "use --dtype bfloat16, --dtype float16 or --device cpu")
         if name == "bfloat16" and self.launcher.capability < AMPERE:
@@ -208,8 +215,6 @@ class CudaPlatform:
         return CudaLowRank(weight, sides, keep, dtype, self.launcher, chosen)
 
     def backend(self, spec: ModelSpec, dtype: torch.dtype) -> CudaAttention:
-        if (spec.cross or spec.looks) is not None:
-            raise UnsupportedError("attention to what an encoder has made, on a GPU", "add --device cpu")
         if isinstance(spec.streams, GatedStreamsSpec):
             raise UnsupportedError(*NO_GATED_STREAMS)
         if any(attention.shared is not None for attention in spec.attentions):
@@ -224,10 +229,13 @@ class CudaPlatform:
             )
         if any(isinstance(state_in(mixer), WkvSpec) for mixer in spec.mixers):
             raise UnsupportedError(*NO_WKV)
+        attentions = spec.attentions + ([] if spec.encoder is None else spec.encoder.attentions)
+        encoded = spec.cross or spec.looks
         return CudaAttention(
-            self.launcher, spec.attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
+            self.launcher, attentions, dtype, cache_dtype, self.config.block_size, self.config.max_num_seqs,
             self._table_width(spec.max_position) * self.config.block_size, self.config.deterministic, most_guesses(self.config),
-            by_distance=spec.distances is not None, chunk=chunk,
+            by_distance=spec.distances is not None, chunk=chunk, encoded=None if encoded is None else encoded.attention,
+            cross=spec.cross if spec.cross is not None and spec.cross.rows else None,
         )  # fmt: skip
 
     def cache_budget(self, *models: Decoder) -> int:
@@ -290,7 +298,8 @@ class CudaPlatform:
     def _profile(self, model: Decoder) -> int:
         """Bytes that the largest prefill of a step takes beside weights and cache, by running it."""
         size, tokens = self.config.block_size, self._step_tokens(model.spec)
-        longest = min(tokens, self._longest(model.spec.max_position))
+        lead = _lead_of(model.spec, self._longest(model.spec.max_position))
+        longest = min(tokens, self._longest(model.spec.max_position) - lead.num_tokens) + lead.num_tokens
         blocks = list(range(-(-longest // size)))  # all have the same: nobody reads what they compute
         cache = KVCache(len(blocks), model.own_mixers, model.backend)
 
@@ -299,8 +308,12 @@ class CudaPlatform:
 
         def step(num_tokens: int, start: int = 0, lora: tuple[float, ...] = chosen) -> list[Scheduled]:
             """As few sequences as have so many tokens from `start` on, embedded where the model does nothing else."""
+            start += lead.num_tokens
             most = max(1, longest - start)
-            whole = Scheduled(0, [0] * most, start, blocks, (0,), prompt_len=longest, lora=lora)
+            whole = Scheduled(
+                0, [0] * most, start, blocks, (0,), prompt_len=longest, lora=lora, shift=-lead.num_tokens,
+                lead=lead if lead.glances else None,
+            )  # fmt: skip
             whole = whole if model.spec.has_head else whole._replace(draws=(), pooling="mean")
             return [whole._replace(token_ids=[0] * min(most, num_tokens - first)) for first in range(0, num_tokens, most)]
 
@@ -308,13 +321,20 @@ class CudaPlatform:
             """Their attention has other kernels than a whole prompt's, and each size may have matmuls of its own."""
             return [step(1 << i, 1, lora) for i in range(1, (tokens - 1).bit_length())]
 
+        def alone_and_beside(lora: tuple[float, ...]) -> list[list[Scheduled]]:
+            """Where some layers are of whoever looks at something alone, steps in which not all do have kernels of their own."""
+            if model.spec.looks is None or tokens < 4:
+                return []
+            (share, *_) = step(2, lora=lora)
+            return [[share, share._replace(lead=None)], [share._replace(lead=None)]]
+
         def run(steps: list[list[Scheduled]]) -> None:
             for shares in steps:
                 batch, owners = build_batch(shares, size)
                 if model.reads_hidden:
                     batch = replace(batch, hidden=model.no_rows(batch.num_tokens))
                 with torch.inference_mode():
-                    hidden = model.run(model.prepare(batch), cache)
+                    hidden = model.run(_with_encoded(model, model.prepare(batch)), cache)
                     if model.spec.has_head:
                         model.logits(hidden)
                     for _ in pooled_sums(model, hidden, owners):
@@ -322,9 +342,11 @@ class CudaPlatform:
 
         def rehearse() -> None:
             for lora in {(), chosen}:
-                run([*chunks(lora), step(tokens, lora=lora)])
+                run([*chunks(lora), step(tokens, lora=lora), *alone_and_beside(lora)])
             with torch.inference_mode():
                 model.rehearse_experts(tokens)
+                if model.encoder is not None:
+                    _read_texts(TextEncoder(model.encoder, size), min(model.encoder.spec.max_position, longest))
 
         self.launcher.rehearse(rehearse)
         self.device.forget_peak()
@@ -339,3 +361,34 @@ class CudaPlatform:
         return DoesNotFitError(
             f"{what}: {memory.free / GIB:.1f} of the GPU's {memory.total / GIB:.1f} GiB are free", hint
         )
+
+
+def _outgrows_half(spec: ModelSpec) -> bool:
+    """Whether numbers between its layers may be larger than float16 holds: where norms are behind what joins the residual stream
+    (Gemma 2 and 3, GLM-4, PLaMo 2: vLLM computes none of them in float16), and of T5s, whose last matrices of MLPs transformers
+    keeps in float32."""
+    return spec.blocks[0].order == "sandwich" or (spec.encoder is not None and spec.distances is not None)
+
+
+def _lead_of(spec: ModelSpec, longest: int) -> Lead:
+    """What is in front of a text for which a step's memory is measured, where something is: of an encoder's rows."""
+    if spec.cross is not None and spec.cross.rows:
+        return Lead(spec.cross.lead, ())
+    if (spec.cross or spec.looks) is None:
+        return Lead(0, ())
+    return Lead(LEAD, (Glance(0, 0, LEAD),)) if longest > LEAD else Lead(0, (Glance(0, 0, 1),))
+
+
+def _read_texts(encoder: TextEncoder, longest: int) -> None:
+    """Of 1, 2, 4, … tokens, up to so many: their steps have kernels of their own."""
+    for count in (*(1 << i for i in range((longest - 1).bit_length())), longest):
+        for _ in encoder.stages(Sound.of_text([0] * count)):
+            pass
+
+
+def _with_encoded(model: Decoder, inputs: StepInputs) -> StepInputs:
+    """The same, of a step that keeps as many rows of an encoder's as it has tokens."""
+    if (model.spec.cross or model.spec.looks) is None:
+        return inputs
+    slots, rows = inputs.batch.slots, model.no_rows(inputs.batch.num_tokens)
+    return inputs._replace(encoded=EncodedRows(rows, slots, torch.ones_like(slots, dtype=torch.int32), inputs.batch.lora))

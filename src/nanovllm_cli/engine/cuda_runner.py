@@ -17,7 +17,9 @@ import torch
 
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
+from nanovllm_cli.engine.aligning import Aligner
 from nanovllm_cli.engine.decode_step import DecodeStep
+from nanovllm_cli.engine.decodes import are_decodes
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Drawn, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
@@ -55,10 +57,11 @@ class CudaRunner:
         self._last_read: Read = list
         self.see: See = sees_nothing
         self.hidden: list[KeptRows] = []
+        self._aligner = Aligner(self.model, self.cache, self.block_size)
 
     def arranged(self, plan: Plan) -> Plan:
         """See PlanRunner: those that draw on the device first, as in a decode step."""
-        if not all(map(_is_decode, plan.scheduled)):
+        if not are_decodes(plan.scheduled):
             return plan
         new = {each.seq_id: each for each in plan.new}
 
@@ -74,8 +77,9 @@ class CudaRunner:
         return self.submit(plan, hidden)()
 
     def draws_unseen(self, params: SamplingParams) -> bool:
-        """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it."""
-        sees_prompt = params.prompt_logprobs is not None
+        """See RunsAhead. Stop ids only matter to the sampler with min_tokens, and then may be too many for it. Where layers are
+        passed by by whoever looks at nothing, sequences that draw may be no step of decodes together."""
+        sees_prompt = params.prompt_logprobs is not None or self.model.spec.looks is not None
         return not self.decode.guesses and not sees_prompt and not params.min_tokens and self.on_device.takes(params, ())
 
     def submit(self, plan: Plan, hidden: torch.Tensor | None = None) -> Callable[[], StepOutput]:
@@ -84,6 +88,7 @@ class CudaRunner:
         for seq_id in plan.finished:
             self.sampler.remove(seq_id)
             self.on_device.remove(seq_id)
+            self._aligner.forget(seq_id)
         for new in plan.new:
             where = self.on_device if self.on_device.takes(new.params, new.stop_ids) else self.sampler
             where.add(new)
@@ -92,7 +97,7 @@ class CudaRunner:
         self.cache.copy_states(plan.state_copies)
         if not plan.scheduled:
             return lambda: StepOutput([], {})
-        if not all(map(_is_decode, plan.scheduled)):
+        if not are_decodes(plan.scheduled):
             return self._step(plan.scheduled, hidden)
         num_tokens = sum(len(share.token_ids) for share in plan.scheduled)
         if num_tokens == len(plan.scheduled):
@@ -151,8 +156,7 @@ class CudaRunner:
         if parts:
             self._seat(parts[0], num_drawn)  # its copies wait for the device, which has nothing to do yet
         self.sampler.start_masks(here)
-        hidden = self._run(batch, owners)
-        output = beside_draws(self.model, self.sampler, hidden, owners)
+        hidden, output = self._run(scheduled, batch, owners)
         logits_of = self._logits_of(hidden, row_of)
         logits = logits_of(here) if here else None  # if there is no room for them, nothing has been drawn
         self._rows_before = {}
@@ -174,16 +178,18 @@ class CudaRunner:
         rows, draws = rows_of(draws_of(owners))
         num_drawn = _num_drawn(scheduled)
         at_once = self._prepare_draws(draws, num_drawn)
-        hidden = self._run(batch, owners)
-        output = beside_draws(self.model, self.sampler, hidden, owners)
+        hidden, output = self._run(scheduled, batch, owners)
         drawn = self._draw_behind_guesses(draws, at_once, self.model.logits(take_rows(hidden, rows)), num_drawn)
         return lambda: output._replace(drawn=drawn)
 
-    def _run(self, batch: Batch, owners: list[tuple[Scheduled, int]]) -> Hidden:
-        hidden = self.model.run(self.model.prepare(batch), self.cache)
+    def _run(self, scheduled: list[Scheduled], batch: Batch, owners: list[tuple[Scheduled, int]]) -> tuple[Hidden, StepOutput]:
+        """Rows behind the last norm, and what comes of them beside draws."""
+        inputs = self._aligner.watched(scheduled, self.model.prepare(batch))
+        hidden = self.model.run(inputs, self.cache)
         if any(share.keeps_rows for share, _ in owners):
             self.hidden = kept_rows(self.model.kept(hidden), owners)
-        return hidden
+        output = beside_draws(self.model, self.sampler, hidden, owners)
+        return hidden, output._replace(pooled={**output.pooled, **self._aligner.times(scheduled, inputs)})
 
     def _prepare_draws(self, draws: list[Draw], num_drawn: dict[int, int]) -> list[int]:
         """Before the model runs. Those that draw from all their rows at once."""
@@ -262,9 +268,3 @@ def _rows(logits: torch.Tensor, rows: list[int]) -> torch.Tensor:
     if rows == list(range(rows[0], rows[0] + len(rows))):
         return logits[rows[0] : rows[0] + len(rows)]
     return logits.index_select(0, torch.tensor(rows).to(logits.device))
-
-
-def _is_decode(share: Scheduled) -> bool:
-    """One token and guesses behind it, or as good as that."""
-    is_one = len(share.token_ids) == 1 + share.num_guesses or share.every_row
-    return is_one and share.draws == (share.seq_id,) and share.prompt_logprobs is None and not share.images

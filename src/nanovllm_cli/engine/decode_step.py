@@ -10,17 +10,20 @@ is a graph for each power of two of its items. A step with guesses has as many r
 
 from __future__ import annotations
 
+import itertools
 import logging
 from collections.abc import Sequence
 
 import numpy as np
 import torch
 
+from nanovllm_cli.attention.backend import Looking
 from nanovllm_cli.attention.cuda import CudaAttention
 from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.batch import Batch
 from nanovllm_cli.engine.decode_tables import Tables, slots_of
 from nanovllm_cli.engine.decode_work import DecodeWork
+from nanovllm_cli.engine.decodes import looks_of
 from nanovllm_cli.engine.device_sampler import DeviceSampler
 from nanovllm_cli.engine.plan import DRAWN_BEFORE, Scheduled
 from nanovllm_cli.engine.sight import rotary_positions
@@ -34,11 +37,12 @@ logger = logging.getLogger(__name__)
 
 Sampling = tuple[bool, bool]
 """Whether all sequences that draw on the device are greedy; whether any of them wants logprobs."""
-Key = tuple[int, int | None, Sampling | None, bool]
-"""Rows; room for attention's items, where the host divides it; None for a step with guesses; whether any row takes an adapter."""
+Key = tuple[int, int | None, Sampling | None, bool, bool]
+"""Rows; room for attention's items, where the host divides it; None for a step with guesses; whether any row takes an adapter;
+whether all see something in front of their texts."""
 # Lines of the uploaded buffer, each of max_tokens numbers. Known tokens come first: they continue the table of drawn ones.
-KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, NEAR_SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE = range(11)
-NUM_LINES = 11
+KNOWN, SOURCE, POSITION, ROPE_LEN, SLOT, NEAR_SLOT, KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE, LEAD, LOOK = range(13)
+NUM_LINES = 13
 
 
 class DecodeStep:
@@ -104,7 +108,8 @@ class DecodeStep:
         room = self._upload(scheduled, rows_before, slots)
         self._read_hidden(hidden)
         sampling = sampler.needs([share.seq_id for share in scheduled[: len(slots)]])
-        return self._run((self._bucket(len(scheduled)), room, sampling, self._upload_lora(scheduled)), sampler)
+        bucket, lora, led = self._bucket(len(scheduled)), self._upload_lora(scheduled), self._are_led(scheduled)
+        return self._run((bucket, room, sampling, lora, led), sampler)
 
     def run_guesses(
         self, scheduled: Sequence[Scheduled], sampler: DeviceSampler, hidden: torch.Tensor | None = None
@@ -112,7 +117,7 @@ class DecodeStep:
         """Several tokens of some sequences, max_tokens in all at most: logits [T, V], to be used before the next step."""
         room = self._upload(scheduled, {}, [])
         self._read_hidden(hidden)
-        key = sum(len(share.token_ids) for share in scheduled), room, None, self._upload_lora(scheduled)
+        key = sum(len(each.token_ids) for each in scheduled), room, None, self._upload_lora(scheduled), self._are_led(scheduled)
         return self._run(key, sampler)
 
     def _read_hidden(self, rows: torch.Tensor | None) -> None:
@@ -134,14 +139,16 @@ class DecodeStep:
         """Compiles the kernels of every bucket, and launches those of the first on a row of padding: no answer is to wait for the
         compiler."""
         chooses = (False, True) if self._lora.numel() else (False,)
+        led = (True,) if self._model.spec.cross is not None else (False,) if self._model.spec.looks is None else (False, True)
+        kinds = list(itertools.product(chooses, led))
         if self.guesses:
-            some = self._divide(np.array([2]), np.array([2]))
-            guesses: list[Key] = [(rows, some, None, lora) for rows in (2, 4, 8, 16, MOST_ROWS) for lora in chooses]
+            some = self._divide(np.array([2]), np.array([2]), np.array([2]))
+            guesses: list[Key] = [(rows, some, None, *kind) for rows in (2, 4, 8, 16, MOST_ROWS) for kind in kinds]
             self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in guesses])
         room = self._upload([], {}, [])
-        first: list[Key] = [(1, room, (only_greedy, False), lora) for only_greedy in (True, False) for lora in chooses]
+        first: list[Key] = [(1, room, (only_greedy, False), *kind) for only_greedy in (True, False) for kind in kinds]
         buckets = [self._bucket(1 << i) for i in range((self._max_rows - 1).bit_length() + 1)]
-        keys = [*first, *((rows, room, (False, True), lora) for rows in buckets for lora in chooses)]
+        keys = [*first, *((rows, room, (False, True), *kind) for rows in buckets for kind in kinds)]
         self._device.launcher.rehearse(lambda: [self._launch(key, sampler) for key in keys])
         for key in first:
             self._launch(key, sampler)
@@ -159,7 +166,7 @@ class DecodeStep:
         return recorded
 
     def _launch(self, key: Key, sampler: DeviceSampler) -> torch.Tensor:
-        rows, room, sampling, chooses = key
+        rows, room, sampling, chooses, led = key
         lines = self._lines
         batch = Batch(
             token_ids=lines[SOURCE, :rows],
@@ -173,6 +180,8 @@ class DecodeStep:
             logit_rows=self._logit_rows[:rows],
             states=lines[STATE].view(torch.int32)[:rows],
             token_table=self._state[: self._max_rows + self.max_tokens],
+            looks=lines[LOOK].view(torch.int32).view(-1, 2)[:rows] if led else None,
+            leads=lines[LEAD].view(torch.int32)[:rows] if led else None,
             lora=self._lora[:rows] if chooses else None,
             hidden=None if self._hidden_read is None else self._hidden_read[:rows],
             near_slots=None if self._near_tables is None else lines[NEAR_SLOT, :rows],
@@ -180,7 +189,7 @@ class DecodeStep:
         )
         work = None if room is None or self._work is None else self._work.by_shape
         inputs = self._model.inputs(batch, self._backend.decode_step(batch, work))
-        hidden = self._model.run(inputs, self._cache)
+        hidden = self._model.run(inputs._replace(looking=Looking(None) if led else None), self._cache)
         self.hidden = self._model.kept(hidden) if self._keeps_hidden else None
         logits = self._model.logits(hidden)
         if sampling is not None:
@@ -210,14 +219,14 @@ class DecodeStep:
         lines[KNOWN, : len(fed)] = [token for _, token in fed]
         lines[SOURCE] = lines[SLOT] = lines[NEAR_SLOT] = -1
         lines[SOURCE, : len(fed)] = source
-        lines[POSITION] = lines[ROPE_LEN] = 0
+        lines[POSITION] = lines[ROPE_LEN] = lines[LEAD] = lines[LOOK] = 0
         lines[POSITION, : len(fed)] = rotary_positions(scheduled, position)
         lines[ROPE_LEN, : len(fed)] = np.maximum(position + 1, prompt_len)
         lines[SLOT, : len(fed)] = slots_of(tables, lens, position, size)
         if near is not None:
             lines[NEAR_SLOT, : len(fed)] = slots_of(near, lens, position, size)
-        kv_lens, known_lens, sampling_rows, starts, states = (
-            lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE)
+        kv_lens, known_lens, sampling_rows, starts, states, leads, seen = (
+            lines[line].view(np.int32) for line in (KV_LEN, KNOWN_LEN, SAMPLING_ROW, START, STATE, LEAD, LOOK)
         )
         states[:count] = [share.state for share in scheduled]
         kv_lens[:] = known_lens[:] = 0
@@ -229,12 +238,21 @@ class DecodeStep:
         if len(fed) > count:
             starts[: count + 1] = np.concatenate(([0], np.cumsum(lens)))
             starts[count + 1 : self.max_tokens + 1] = len(fed)
+        looks = looks_of(scheduled, self._model.spec.cross)
+        leads[:count], seen.reshape(-1, 2)[: len(fed)] = looks[:, 0], np.repeat(looks[:, 1:], lens, axis=0)
         self._uploads.copy(upload, self._state[self._max_rows :])
         if scheduled:
             self._tables.upload(tables)
             if self._near_tables is not None and near is not None:
                 self._near_tables.upload(near)
-        return self._divide(lens, kv_len) if self._backend.deterministic or len(fed) > count else None
+        if not self._backend.deterministic and len(fed) == count:
+            return None
+        is_led = not scheduled or self._are_led(scheduled)  # without sequences either kind is prepared
+        return self._divide(lens, kv_len - looks[:, 0], looks[:, 2] if is_led else None)
+
+    def _are_led(self, scheduled: Sequence[Scheduled]) -> bool:
+        """Whether these see something in front of their texts, of whom all do or none does."""
+        return self._model.spec.cross is not None or any(share.lead is not None for share in scheduled)
 
     def _upload_lora(self, scheduled: Sequence[Scheduled]) -> bool:
         """What each token takes of each adapter; whether any takes any."""
@@ -246,9 +264,9 @@ class DecodeStep:
         self._lora_uploads.copy(upload, self._lora.view(-1))
         return True
 
-    def _divide(self, lens: np.ndarray, kv_lens: np.ndarray) -> int:
+    def _divide(self, lens: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray | None = None) -> int:
         assert self._work is not None
-        return self._work.upload(np.concatenate(([0], np.cumsum(lens))), kv_lens)
+        return self._work.upload(np.concatenate(([0], np.cumsum(lens))), kv_lens, seen)
 
     def _bucket(self, count: int) -> int:
         return min(self._max_rows, 1 << (count - 1).bit_length())

@@ -10,7 +10,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from nanovllm_cli.attention.cuda import CudaAttention, Shape
+from nanovllm_cli.attention.cuda import CudaAttention
+from nanovllm_cli.attention.cuda_views import Shape
 from nanovllm_cli.engine.uploads import Uploads
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.prefill_attention import ITEM_FIELDS, PrefillWork, most_pieces, piece_bytes
@@ -35,10 +36,10 @@ class DecodeWork:
         self._uploads = Uploads(device, numel, torch.int32)
         self.by_shape: dict[Shape, PrefillWork] = {}
 
-    def upload(self, query_starts: np.ndarray, kv_lens: np.ndarray) -> int:
-        """Divides a step, query_starts [B + 1] and kv_lens [B], into `by_shape`. How many items a step of as many tokens has room
-        for when it is recorded now; 0 where these are too many."""
-        work = self._backend.divide(query_starts, kv_lens)
+    def upload(self, query_starts: np.ndarray, kv_lens: np.ndarray, seen: np.ndarray | None = None) -> int:
+        """Divides a step, query_starts [B + 1] and kv_lens [B], into `by_shape`. seen [B]: see `CudaAttention.divide`. How many
+        items a step of as many tokens has room for when it is recorded now; 0 where these are too many."""
+        work = self._backend.divide(query_starts, kv_lens, seen=seen)
         most = max((each.items.shape[0] for each in work.values()), default=0)
         room = max(LEAST_ITEMS, 1 << max(0, most - 1).bit_length())
         num_tokens = int(query_starts[-1])

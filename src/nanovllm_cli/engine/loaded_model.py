@@ -99,7 +99,7 @@ class LoadedModel:
             reader = open_reader(checkpoint)
         self._chosen = Chosen() if config.lora_modules else None
         self.lora = [(each.scale, stamps(Path(each.name))) for each in config.lora]
-        self.dtype = platform.resolve_dtype(matrix_types(checkpoint))
+        self.dtype = platform.resolve_dtype(matrix_types(checkpoint), self.spec)
         directions = self._directions(config)
         self.led_by = [(each.scale, stamps_of([Path(each.path)])) for each in config.control_vectors]
         platform.enter()

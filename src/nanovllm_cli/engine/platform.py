@@ -76,8 +76,9 @@ class Platform(Protocol):
     def group(self, meeting: Meeting) -> Group:
         """How such processes bring together what each has computed."""
 
-    def resolve_dtype(self, stored: set[str]) -> torch.dtype:
-        """The type to compute in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is none."""
+    def resolve_dtype(self, stored: set[str], spec: ModelSpec) -> torch.dtype:
+        """The type to compute a model in, given those of the checkpoint's matrices (F32, BF16, …). UnsupportedError if there is
+        none."""
 
     def enter(self) -> None:
         """Called by the thread that is going to use the device, before it does; often."""

@@ -261,6 +261,7 @@ def variants() -> list[Kernel]:
     others += [variant("decode_attention_any", bf16, bf16, 128, 1, 16, Form(distances=True))]
     others += [variant("decode_attention_any", bf16, bf16, 256, rows, 16) for rows in (1, 4)]
     normed, reading = Form(value_norm=True), Form(shared=True)
+    others += [variant("decode_attention", bf16, kv, dim, 8, 16, reading) for kv in kinds for dim in (64, 128)]
     for kv, form in itertools.product(kinds, (normed, reading)):
         others += [variant("decode_attention", bf16, kv, 256, rows, 16, form) for rows in (8, 16)]
         others += [variant("decode_attention_any", bf16, kv, 512, rows, 16, form) for rows in (1, 2, 4)]

@@ -27,8 +27,8 @@ class Projected(NamedTuple):
 
     qkv [T, (heads + 2 kv_heads) * dim], which may be columns of a wider tensor, behind heads * dim others; q_norm, k_norm, v_norm
     [dim] or None; cos, sin [T, rotary / 2] fp32, with no columns for no rope: see `reference.qk_norm_rope`. shared: k and v of
-    these tokens, another layer's, are in the cache; qkv is [T, heads * dim]. turned: norms come behind the rotation, and q_norm
-    is [heads, dim].
+    these tokens, another layer's, are in the cache; qkv is [T, heads * dim]. heads 0: there are k and v alone. turned: norms come
+    behind the rotation, and q_norm is [heads, dim].
     """
 
     qkv: torch.Tensor
@@ -53,7 +53,8 @@ class Projected(NamedTuple):
             reason = f"attention heads of {self.dim} dims on a GPU"
             raise UnsupportedError(reason, f"take a model with at most {most}, or the CPU")
         tokens, half = self.cos.shape
-        assert min(self.heads, self.kv_heads) > 0
+        assert self.kv_heads > 0
+        assert self.heads > 0 or not self.shared
         assert self.dim >= 2 * half
         assert self.qkv.shape == (tokens, self.own_heads * self.dim), self.qkv.shape
         assert self.qkv.device == launcher.device

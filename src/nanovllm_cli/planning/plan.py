@@ -136,7 +136,7 @@ def make_plan(
     facts = facts_of(checkpoint, headers_only=headers_only)
     facts = replace(facts, spec=rescaled(facts.spec, config.rope).reaching(config.max_model_len))
     reader = reader_of(checkpoint, headers_only=headers_only)
-    dtype = compute_type(checkpoint, platform)
+    dtype = compute_type(checkpoint, facts.spec, platform)
     layout = platform.backend(facts.spec, dtype)
     processes = config.tensor_parallel_size
     units = estimate.unit_bytes(facts.spec, layout, processes)
@@ -192,9 +192,9 @@ def device_of(config: EngineConfig) -> str:
     return config.device if config.device.startswith(kind) else kind
 
 
-def compute_type(checkpoint: Checkpoint, platform: Platform) -> torch.dtype:
+def compute_type(checkpoint: Checkpoint, spec: ModelSpec, platform: Platform) -> torch.dtype:
     """What `platform` would compute this model in."""
-    return platform.resolve_dtype(matrix_types(checkpoint))
+    return platform.resolve_dtype(matrix_types(checkpoint), spec)
 
 
 def kind_of(platform: Platform) -> str:
@@ -274,7 +274,7 @@ def needed_bytes(checkpoint: Checkpoint, context: int) -> tuple[Facts, int]:
     config = EngineConfig(device="cpu")
     platform = select_platform(config, None)
     facts = facts_of(checkpoint)
-    dtype = compute_type(checkpoint, platform)
+    dtype = compute_type(checkpoint, facts.spec, platform)
     weights = estimate.plan_weights(facts, checkpoint, reader_of(checkpoint), dtype, None, platform.dense_bytes)
     layout = platform.backend(facts.spec, dtype)
     length = min(context, facts.spec.max_position)

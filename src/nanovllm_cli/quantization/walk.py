@@ -63,7 +63,7 @@ class Walk:
         self._routed: Routed | None = None
         self._names = names_of(original.checkpoint)
         platform = CpuPlatform(EngineConfig(device="cpu"), progress)
-        dtype = platform.resolve_dtype(matrix_types(original.checkpoint))
+        dtype = platform.resolve_dtype(matrix_types(original.checkpoint), original.spec)
         platform.enter()
         platform.compile(dtype)
         embedding = torch.cat([rows.to(dtype) for rows in original.rows(self._names["embedding.weight"])])
