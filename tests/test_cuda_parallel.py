@@ -27,12 +27,14 @@ from nanovllm_cli.errors import DoesNotFitError, LostProcessError, UnsupportedEr
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from rank_server import RankServer
+from rwkvs import random_weights, save_folder
 from test_cuda_delta import MODELS as DELTA_MODELS
 from test_cuda_encoded import made
 from test_cuda_engine import PROMPTS, SHAPE, engine_on
 from test_cuda_experts import FAMILIES as EXPERTS
 from test_cuda_families import OTHERS
 from test_cuda_latent import MODELS as LATENT_MODELS
+from test_cuda_wkv import SHAPE as RWKV
 from test_late_device import serve
 from test_step import TEXT as STEP
 
@@ -92,6 +94,11 @@ def gives_the_same(folder: Path, requests: list[Any] = REQUESTS, size: int = 2, 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_a_family(name: str, tmp_path: Path, quick: RankServer) -> None:
     assert gives_the_same(save(random_model(FAMILIES[name], dtype=torch.bfloat16), tmp_path)).graphs
+
+
+def test_rwkvs_rule_is_computed_by_each(tmp_path: Path, quick: RankServer) -> None:
+    folder = save_folder(tmp_path / "model", RWKV, random_weights(RWKV), torch.bfloat16, torch_dtype="bfloat16")
+    assert gives_the_same(folder).graphs
 
 
 @pytest.mark.parametrize("kind", ["t5", "whisper"])

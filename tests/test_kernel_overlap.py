@@ -15,6 +15,7 @@ import convolutions
 import scans
 import test_kernel_expert_products as expert_tests
 import test_kernel_scaled as scaled_tests
+import wkvs
 from convolutions import Paged
 from deltas import Case, Kept
 from emulation.compare import random
@@ -43,7 +44,9 @@ from nanovllm_cli.kernels.route import route
 from nanovllm_cli.kernels.scale_sums import scale_sums
 from nanovllm_cli.kernels.scaled_gemv import scaled_gemv
 from nanovllm_cli.kernels.selective_scan import selective_scan
+from nanovllm_cli.kernels.token_shift import token_shift
 from nanovllm_cli.kernels.unpack import unpack
+from nanovllm_cli.kernels.wkv7 import wkv7
 from nanovllm_cli.quant.format import Integer
 from nanovllm_cli.state_spec import ScanSpec
 from test_kernel_block_gemv import weights
@@ -184,6 +187,35 @@ def selective(kernel: int) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]
     return case
 
 
+def rwkv(kernel: int) -> Callable[[], tuple[Call, tuple[torch.Tensor, ...]]]:
+    """Of a layer with RWKV-7's rule: the rows in front of it, the rule, and the rows in front of the MLP."""
+
+    def case() -> tuple[Call, tuple[torch.Tensor, ...]]:
+        kept = wkvs.Kept(wkvs.Case(2, 24, [[30, 8], [5, 1]]), BF16, Emulator())
+        kept.run(**kept.step([30, 8])[0])
+        kept.lens = [30, 8]
+        args, _ = kept.step([5, 1])
+        begun = [each.clone() for each in kept.states]
+
+        def call(launcher: Launcher) -> torch.Tensor:
+            for mine, before in zip(kept.states, begun, strict=True):
+                mine.copy_(before)
+            first, rule, last = (launcher if i == kernel else Emulator() for i in range(3))
+            step = {name: args[name] for name in ("query_starts", "kv_lens", "known_lens", "state_of")}
+            found = [
+                token_shift(first, args["x"], kept.shares, wkvs.TIME, kept.states, **step),
+                wkv7(rule, args["inputs"], kept.tables, wkvs.EPS, kept.states, **step),
+                token_shift(last, args["y"], kept.shares[:1].contiguous(), wkvs.CHANNEL, kept.states, **step),
+            ]
+            return torch.cat([each.float().nan_to_num(7.0).flatten() for each in (*found, *kept.states)])
+
+        known = tuple(args[name] for name in ("query_starts", "kv_lens", "known_lens", "state_of"))
+        return call, known
+
+    case.__name__ = ("rows before RWKV's rule", "RWKV's rule", "rows before RWKV's MLP")[kernel]
+    return case
+
+
 LARGE_TASKS = expert_tests.KINDS["bf16"]._replace(
     rows=MANY_ROWS, product=lambda launcher, x, weight, tasks, matrix: expert_gemm(launcher, x, weight, tasks, matrix)
 )
@@ -314,7 +346,8 @@ def unpacked() -> tuple[Call, tuple[torch.Tensor, ...]]:
 CASES = (
     codes(torch.int8), codes(torch.float8_e4m3fn), gated_convolution, ranks, unpacked,
     normed_product, product_and_residual, rotation, packed_product, packed_product_of_many, packed_product_of_warpgroups,
-    product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), routing, sum_of_experts,
+    product_of_blocks, delta, delta_by_channel, state_space, selective(0), selective(1), rwkv(0), rwkv(1), rwkv(2),
+    routing, sum_of_experts,
     product_of_heads, rows_of_latent_attention,
     *map(attention_of_latents, ("decodes", "tokens", "groups", "fp8")),
     *(experts(kind, matrix) for kind in ("bf16", "int4 zeros", "Q4_K", "large tasks") for matrix in (0, 1)),

@@ -16,8 +16,7 @@ from safetensors.torch import load_file, save_file
 
 import forked
 from engines import each_alone, engine_for, greedy, run, worker_for
-from nanovllm_cli.config import EngineConfig, Lora
-from nanovllm_cli.engine.cpu_platform import CpuPlatform
+from nanovllm_cli.config import Lora
 from nanovllm_cli.errors import CheckpointError, NanovllmError, UnsupportedError
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.families import spec_from_hf
@@ -324,12 +323,3 @@ def test_a_folder_without_a_layers_values_is_incomplete(small: Weights, tmp_path
         worker_for(folder)
 
 
-def test_a_gpu_refuses_by_name(small: Weights, tmp_path: Path) -> None:
-    from nanovllm_cli.engine.cuda_platform import CudaPlatform
-
-    spec = worker_for(save_folder(tmp_path, SMALL, small)).spec
-    platform = object.__new__(CudaPlatform)
-    platform.config = EngineConfig()
-    with pytest.raises(UnsupportedError, match="RWKV on a GPU is not supported yet"):
-        platform.backend(spec, torch.bfloat16)
-    assert CpuPlatform(EngineConfig(), None).backend(spec, torch.bfloat16).chunk is None

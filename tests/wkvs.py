@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -9,8 +10,11 @@ import torch
 from deltas import GUESSED, MAX_GUESSES, Chunks, Share
 from emulation.compare import close_to_rounding, random
 from nanovllm_cli.kernels import wkv, wkv_rules
+from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.states import States
+from nanovllm_cli.kernels.token_shift import token_shift
 from nanovllm_cli.kernels.wkv import CHANNEL, TIME, WkvInputs
+from nanovllm_cli.kernels.wkv7 import wkv7
 
 EPS = 64e-5
 NAMES = ("r", "k", "v", "gates", "decays", "rates", "mixes", "first")
@@ -37,9 +41,12 @@ CASES = [
 
 
 class Kept:
-    """States that lie anywhere, behind NaN and the stamps of others: what is read before it was written shows."""
+    """States that lie anywhere, behind NaN and the stamps of others: what is read before it was written shows. launcher: of a
+    GPU's kernels; None: the CPU's."""
 
-    def __init__(self, case: Case, dtype: torch.dtype) -> None:
+    def __init__(self, case: Case, dtype: torch.dtype, launcher: Launcher | None = None) -> None:
+        self.shift = wkv.token_shift if launcher is None else partial(token_shift, launcher)
+        self.rule = wkv.wkv7 if launcher is None else partial(wkv7, launcher)
         self.case, self.dtype = case, dtype
         self.lens = [0] * len(case.steps[0])
         num_states, heads, dim = len(self.lens) + 2, case.heads, case.dim
@@ -62,9 +69,9 @@ class Kept:
     def run(self, x: torch.Tensor, y: torch.Tensor, inputs: WkvInputs, **step: torch.Tensor) -> list[torch.Tensor]:
         """By all three kernels of a layer."""
         return [
-            wkv.token_shift(x, self.shares, TIME, self.states, **step),
-            wkv.wkv7(inputs, self.tables, EPS, self.states, **step),
-            wkv.token_shift(y, self.shares[:1].contiguous(), CHANNEL, self.states, **step),
+            self.shift(x, self.shares, TIME, self.states, **step),
+            self.rule(inputs, self.tables, EPS, self.states, **step),
+            self.shift(y, self.shares[:1].contiguous(), CHANNEL, self.states, **step),
         ]
 
     def step(self, chunks: list[int | Share]) -> tuple[dict[str, Any], list[tuple[int, slice]]]:
@@ -135,9 +142,9 @@ def float64_rule(
     return (normed + bonus.flatten(1)) * gates, state.transpose(1, 2)
 
 
-def check(case: Case, dtype: torch.dtype) -> None:
+def check(case: Case, dtype: torch.dtype, launcher: Launcher | None = None) -> None:
     """All steps of a case, each of them twice as a step that failed is."""
-    kept = Kept(case, dtype)
+    kept = Kept(case, dtype, launcher)
     for chunks in case.steps:
         args, runs = kept.step(chunks)
         found = [each.clone() for each in kept.run(**args)]
@@ -145,9 +152,9 @@ def check(case: Case, dtype: torch.dtype) -> None:
         kept.check(args, runs, found)
 
 
-def check_same_bits(heads: int, dim: int, total: int) -> None:
+def check_same_bits(heads: int, dim: int, total: int, launcher: Launcher | None = None) -> None:
     """Of a prompt at once, in chunks, token by token, and as guesses that hold."""
-    kept = Kept(Case(heads, dim, [[total]]), torch.bfloat16)
+    kept = Kept(Case(heads, dim, [[total]]), torch.bfloat16, launcher)
     args, _ = kept.step([total])
     whole = [each.clone() for each in kept.run(**args)]
     for size, guesses in ((1, 0), (7, 0), (30, 0), (5, 4), (20, 19), (9, 3)):

@@ -59,7 +59,9 @@ from nanovllm_cli.kernels.prefill_attention import PrefillWork, new_counters, pr
 from nanovllm_cli.kernels.rope_cache import Projected, rope_and_cache
 from nanovllm_cli.kernels.selective_scan import selective_scan
 from nanovllm_cli.kernels.states import ByChannel, States
-from nanovllm_cli.kernels.wkv import NO_WKV, WkvInputs
+from nanovllm_cli.kernels.token_shift import token_shift
+from nanovllm_cli.kernels.wkv import WkvInputs
+from nanovllm_cli.kernels.wkv7 import wkv7
 from nanovllm_cli.mixer_spec import AttentionSpec
 from nanovllm_cli.state_spec import ConvSpec, DeltaSpec, ScanSpec, WkvSpec
 
@@ -374,12 +376,12 @@ class CudaAttention:
     def shift(
         self, spec: WkvSpec, x: torch.Tensor, shares: torch.Tensor, part: int, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
-        raise UnsupportedError(*NO_WKV)
+        return token_shift(self.launcher, x, shares, part, States(*cache), *step.for_states)
 
     def advance(
         self, spec: WkvSpec, inputs: WkvInputs, tables: torch.Tensor, cache: LayerCache, step: CudaStep
     ) -> torch.Tensor:
-        raise UnsupportedError(*NO_WKV)
+        return wkv7(self.launcher, inputs, tables, spec.eps, States(*cache), *step.for_states)
 
     def attend_shared(self, *_: Any) -> torch.Tensor:
         raise UnsupportedError(*NO_DIGESTS)

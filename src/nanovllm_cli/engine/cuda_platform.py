@@ -30,10 +30,8 @@ from nanovllm_cli.kernels.connections import NO_DIGESTS, NO_GATED_STREAMS
 from nanovllm_cli.kernels.cuda_ops import CudaOps
 from nanovllm_cli.kernels.device import Device
 from nanovllm_cli.kernels.rope_cache import BLOCK_SIZES
-from nanovllm_cli.kernels.wkv import NO_WKV
 from nanovllm_cli.layers.kit import Share
 from nanovllm_cli.leading import Glance, Lead
-from nanovllm_cli.mixer_spec import state_in
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.models.text_encoder import TextEncoder
@@ -46,7 +44,6 @@ from nanovllm_cli.quant.cuda_stacked import CudaStacked
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.low_rank import Beside, Chosen
 from nanovllm_cli.quant.storage import WeightStorage
-from nanovllm_cli.state_spec import WkvSpec
 from nanovllm_cli.streams_spec import GatedStreamsSpec
 from nanovllm_cli.vision_spec import Sound
 
@@ -227,8 +224,6 @@ class CudaPlatform:
                 f"sparse attention, whose tokens see {most} of up to {longest}, on a GPU",
                 f"shorten the context to those with --ctx-size {most}, or add --device cpu",
             )
-        if any(isinstance(state_in(mixer), WkvSpec) for mixer in spec.mixers):
-            raise UnsupportedError(*NO_WKV)
         attentions = spec.attentions + ([] if spec.encoder is None else spec.encoder.attentions)
         encoded = spec.cross or spec.looks
         return CudaAttention(

@@ -23,6 +23,7 @@ from nanovllm_cli.kernels import (
     scan_parts,
     sigmoid_gate,
     sparse_gate,
+    squash,
     temper,
     xielu,
 )
@@ -31,7 +32,6 @@ from nanovllm_cli.kernels.cuda_mixture import CudaMixture
 from nanovllm_cli.kernels.head_matmul import CudaHeadMatrices
 from nanovllm_cli.kernels.kernel import Launcher
 from nanovllm_cli.kernels.ops import Addend, AnglesOf, Hidden, Normed, Squash
-from nanovllm_cli.kernels.wkv import NO_WKV
 
 
 class CudaOps:
@@ -147,7 +147,7 @@ class CudaOps:
         return out
 
     def squash(self, x: torch.Tensor, kind: Squash, dtype: torch.dtype) -> torch.Tensor:
-        raise UnsupportedError(*NO_WKV)
+        return squash.squash(self.launcher, x, kind, dtype)
 
     def norm_streams(self, streams: torch.Tensor, gains: torch.Tensor, eps: float, offset: float) -> torch.Tensor:
         raise UnsupportedError(*NO_GATED_STREAMS)

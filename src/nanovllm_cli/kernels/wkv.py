@@ -20,8 +20,6 @@ from nanovllm_cli.kernels.scan import of_sequences
 from nanovllm_cli.kernels.states import States
 
 _KINDS: dict[Squash, int] = {"tanh": cpu_wkv.TANH, "sigmoid": cpu_wkv.SIGMOID}
-NO_WKV = "RWKV on a GPU is not supported yet", "add --device cpu"
-"""An error's words and hint."""
 TIME, CHANNEL = 0, 1
 """Which of a layer's two mixings rows are for: the first to take a state's places, and the last."""
 

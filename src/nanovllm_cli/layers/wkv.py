@@ -47,7 +47,7 @@ class TimeMix(Projected):
     def mix(self, x: Hidden, inputs: StepInputs, cache: LayerCache) -> torch.Tensor:
         spec, step, f32 = self.spec, inputs.step, torch.float32
         shifted = self.backend.shift(spec, plain(x, self.ops), self.shares, TIME, cache, step)
-        of = dict(zip(SHARES, shifted, strict=True))
+        of = {part: shifted[i] for i, part in enumerate(SHARES)}
         v = self.v(of["v"])
         if spec.is_first:
             self.first.rows = v
