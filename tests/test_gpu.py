@@ -131,6 +131,17 @@ def test_texts_that_see_all_of_themselves_have_the_vectors_of_transformers(
     assert [embed(engine, [ids])[0] for ids in TEXTS] == together
 
 
+@pytest.mark.parametrize("kind", ["t5", "bart", "whisper"])
+def test_what_an_encoder_has_made_is_attended_to_as_on_the_cpu(kind: str, tmp_path: Path) -> None:
+    from test_cuda_encoded import answers as encoded_answers
+    from test_cuda_encoded import check_near, made
+
+    model = made(kind, tmp_path)
+    expected = encoded_answers(model, None)
+    for settings in ({}, {"deterministic": True}, {"kv_cache_dtype": "fp8", "eager": True}):
+        check_near(encoded_answers(model, CudaDevice(0, False), **settings), expected)
+
+
 # What rounding activations costs: to int8, to e4m3, or not at all.
 LOST = {"int8": 0.012, "fp8": 0.04, "fp8:block=128": 0.04, "q4_k": 0.012, "q6_k": 0.012, "q8_0": 0.012}
 FORMATS = (None, *LOST, "int8-weight-only", "fp8-weight-only", "int4", "int4:group=32", "nf4")
