@@ -60,7 +60,8 @@ def made(kind: str, folder: Path) -> Model:
         case "whisper":
             return Model(whisper_folder(folder, dtype=BF16), sounds)
         case "mllama":
-            from test_mllama import IMAGE, Made, an_image  # which takes more packages than a machine with a GPU may have
+            # Which takes more packages than a machine with a GPU may have.
+            from test_mllama import IMAGE, Made, an_image
 
             llama = Made(folder)
             llama.model.to(BF16).save_pretrained(folder)
