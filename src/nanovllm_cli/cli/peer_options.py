@@ -414,7 +414,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("-b", "--batch-size", "-ub", "--ubatch-size"): "how a window of -c tokens is read is decided here: leave it out",
         ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"):
             "--device cpu or cuda says what computes: leave it out",
-        ("--lora", "--lora-scaled"): "nanovllm convert MODEL --lora ADAPTER makes one model of both, whose perplexity it measures",
+        ("--lora", "--lora-scaled"): "nanovllm convert MODEL --lora ADAPTER makes one model of both, which it measures",
         ("--perf", "--show-timings"): "nanovllm bench MODEL measures how fast it is",
     },
     "quantize": {
