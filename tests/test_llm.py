@@ -628,7 +628,8 @@ def test_settings_by_name_are_a_config(llm: LLM) -> None:
     as_it_is = {"trust_remote_code": False, "swap_space": 0, "pipeline_parallel_size": 1, "tokenizer_mode": "auto", "seed": None}
     for dtype in ("float", torch.float32):
         assert engine_config(None, {**settings, **as_it_is, "dtype": dtype}) == wanted
-    assert engine_config(None, {"dtype": "half"}).dtype == "float16"
+    others = engine_config(None, {"dtype": "half", "kv_cache_dtype": "fp8_e4m3"})
+    assert (others.dtype, others.kv_cache_dtype) == ("float16", "fp8")
     assert engine_config(wanted, {}) is wanted
     with LLM("tiny", max_model_len=48, tensor_parallel_size=1) as short:
         assert short.max_model_len == 48

@@ -129,7 +129,7 @@ CLASS_HINTS = {
 }  # fmt: skip
 """Of what the package would be asked for."""
 
-_DTYPES = {"half": "float16", "float": "float32"}
+_DTYPES = {"half": "float16", "float": "float32", "fp8_e4m3": "fp8"}
 
 
 def setting(name: str, value: Any) -> Any:

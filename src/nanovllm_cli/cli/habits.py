@@ -62,6 +62,7 @@ _NO_COMMANDS = {
     "signin": TOKEN,
     "signout": "hf auth logout does that",
     "logout": "hf auth logout does that",
+    "collect-env": "nanovllm bench tiny tells the machine and the versions behind its table",
     "launch": "nanovllm serve MODEL has the APIs that other programs ask for: OpenAI's, Anthropic's and Ollama's",
     "search": "huggingface.co has a search; nanovllm models list --short-names lists what has a short name here",
     "lookup": _LOOKUP,
