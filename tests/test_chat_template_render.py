@@ -9,6 +9,7 @@ import jinja2
 import pytest
 
 from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.models.registry import HF_ARCHITECTURES
 from nanovllm_cli.text.builtin_templates import BUILTIN_TEMPLATES, builtin_template
 from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.text.tool_formats import tool_format
@@ -297,6 +298,7 @@ BUILTIN_EXPECTED = {
     "vicuna": "<s>S\n\nUSER: U\nASSISTANT: A</s>\nUSER: V\nASSISTANT:",
     "plain": "<s>S\nU\nA\nV",
     "rwkv": "System: S\n\nUser: U\n\nAssistant: A\n\nUser: V\n\nAssistant:",
+    "deepseek-v3.2": "<s>S<｜User｜>U<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜></think>",
     "deepseek-v4": "<s>S<｜User｜>U<｜Assistant｜></think>A</s><｜User｜>V<｜Assistant｜></think>",
     "paligemma": "<s>U\n",
     "got-ocr": "<|im_start|>system\nS<|im_end|><|im_start|>user\nU<|im_end|><|im_start|>assistant\nA<|im_end|>"
@@ -342,6 +344,42 @@ def test_calls_and_results_of_a_deepseek_v4(thinks: bool) -> None:
     )
     assert template.render(messages, thinking=thinks) == expected
     assert tool_format(template.source).name == "deepseek_v4"
+
+
+@pytest.mark.parametrize("thinks", [False, True])
+def test_calls_and_results_of_a_deepseek_v32(thinks: bool) -> None:
+    """Worked by hand from the encoding that its publisher describes: what was reasoned stays from the last question on."""
+    template = ChatTemplate(builtin_template("deepseek-v3.2"), bos_token="<s>", eos_token="</s>")
+    calls = [{"function": {"name": "add", "arguments": {"text": "x\"ö", "numbers": [1, None, "ö"]}}},
+             {"function": {"name": "now", "arguments": {}}}]  # fmt: skip
+    called = {**assistant(None), "reasoning_content": "R", "tool_calls": calls}
+    results = [{"role": "tool", "content": "1"}, {"role": "tool", "content": "2"}]
+    written = (
+        "\n\n<｜DSML｜function_calls>\n"
+        '<｜DSML｜invoke name="add">\n<｜DSML｜parameter name="text" string="true">x"ö</｜DSML｜parameter>\n'
+        '<｜DSML｜parameter name="numbers" string="false">[1, null, "ö"]</｜DSML｜parameter>\n</｜DSML｜invoke>\n'
+        '<｜DSML｜invoke name="now">\n\n</｜DSML｜invoke>\n</｜DSML｜function_calls></s>'
+        "\n\n<function_results>\n<result>1</result>\n<result>2</result>\n</function_results>"
+    )
+    head, end = "<s><｜User｜>U<｜Assistant｜>", "<think>" if thinks else "</think>"
+    reasoned = "<think>R</think>" if thinks else "</think>"
+    assert template.render([user("U"), called, *results], thinking=thinks) == f"{head}{reasoned}{written}\n\n{end}"
+    answered = [user("U"), called, *results, {**assistant("A"), "reasoning_content": "Q"}, user("V")]
+    expected = f"{head}</think>{written}\n\n</think>A</s><｜User｜>V<｜Assistant｜>{end}"
+    assert template.render(answered, thinking=thinks) == expected
+    begun = template.render([user("U"), assistant("A")], thinking=thinks, continue_final_message=True)
+    assert begun == f"{head}{'<think>' if thinks else ''}</think>A"
+    assert template.render([user("U")], thinking=thinks, add_generation_prompt=False) == "<s><｜User｜>U"
+    assert tool_format(template.source).name == "deepseek_v32"
+    with pytest.raises(TemplateError, match="has no such role"):
+        template.render([{"role": "judge", "content": "1"}])
+
+
+def test_models_without_a_template_have_one_that_is_there() -> None:
+    named = {family.name: family.template for family in HF_ARCHITECTURES.values() if family.template}
+    assert named["deepseek32"] == "deepseek-v3.2"
+    assert set(named.values()) <= BUILTIN_TEMPLATES.keys()
+    assert "axk2" not in named  # which is one of those, and brings its own
 
 
 def test_builtin_templates_are_found_by_name() -> None:

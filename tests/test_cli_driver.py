@@ -138,11 +138,11 @@ class LLM:
         self.spec = types.SimpleNamespace(vocab_size=VOCABULARY, has_head=True, encoder=None)
         self.senses = self.vision = self.hearing = None
 
-    def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, template_kwargs: Any = None) -> list[int]:
+    def encode_chat(self, messages: Sequence[Any], *, tools: Any = None, chat_template_kwargs: Any = None) -> list[int]:
         if any(message["role"] == "martian" for message in messages):
             raise UsageError("unknown role martian")
         texts = [f"<{message['role'][0]}>{message['content']}" for message in messages]
-        extra = f"<{template_kwargs}>" if template_kwargs else ""
+        extra = f"<{chat_template_kwargs}>" if chat_template_kwargs else ""
         extra += f"<{' '.join(each['function']['name'] for each in tools)}>" if tools else ""
         return self.tokenizer.encode(extra + "".join(texts) + "<a>")
 

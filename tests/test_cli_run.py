@@ -247,6 +247,15 @@ def test_the_last_run_is_continued(tmp_path: Path) -> None:
     assert answer("--continue", "-p", "and?") == "[<u>say <think>long<a><u>and?<a>]\n"
 
 
+def test_an_answer_that_was_at_its_end_is_told_so(tmp_path: Path) -> None:
+    assert nanovllm(tmp_path, "run", "-q", "tiny", "say one").out == "one\n"
+    kept = tmp_path / ".local/state/nanovllm/last-run.json"
+    kept.write_text(kept.read_text().replace('"one"', '"<u>say "'))  # behind which the model says nothing
+    more = nanovllm(tmp_path, "run", "--continue")
+    assert (more.code, more.out.strip(), more.err.count("nothing follows: that answer was at its end")) == (0, "", 1)
+    assert "nothing follows" not in nanovllm(tmp_path, "run", "--continue", "-p", "say ").err
+
+
 def test_without_a_model_the_last_runs_is_continued(tmp_path: Path) -> None:
     nothing = nanovllm(tmp_path, "run", "--continue")
     assert (nothing.code, nothing.err.splitlines()[0]) == (2, "error: there is no run to continue")

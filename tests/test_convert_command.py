@@ -12,7 +12,9 @@ import textwrap
 import time
 from pathlib import Path
 
+import numpy
 import pytest
+import torch
 
 import forked
 from kill_points import NUM_POINTS
@@ -20,6 +22,7 @@ from nanovllm_cli.errors import DoesNotFitError, UsageError
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.source import resolve
+from quantized_checkpoints import gptq, gptq_config, module, write
 from test_cli_driver import SOURCE, environment, nanovllm
 
 TINY = resolve("tiny").path
@@ -50,6 +53,26 @@ def test_json_says_what_was_done(tmp_path: Path) -> None:
     assert {row["class"]: row["to"] for row in record["tensors"]}["mlp"] == "Q8_0"
     assert sum(row["count"] for row in record["tensors"]) == 46
     assert abs(record["bytes"] - (tmp_path / "x.gguf").stat().st_size) < 300_000
+
+
+def test_words_of_a_quantized_folder_are_counted_as_the_weights_in_them(tmp_path: Path) -> None:
+    tensors, _ = gptq(4, 32)(48, 64, numpy.random.default_rng(0))
+    write(tmp_path / "q", {**module(tensors), "model.norm.weight": torch.ones(64)}, gptq_config(4, 32))
+    done = nanovllm(tmp_path, "convert", "q", "--to", "hf", "--dry-run", "--json")
+    of = {row["class"]: row for row in json.loads(done.out)["tensors"]}
+    assert {kind: row["weights"] for kind, row in of.items()} == {"attention": 48 * 64, "norms": 64}
+    # Codes of 4 bits; for each of 2 groups, 16 bits of scale a row and 4 of zero; 32 bits of index a column.
+    num_bits = 4 * 48 * 64 + 2 * 48 * (16 + 4) + 64 * 32
+    assert (of["attention"]["to_bytes"] * 8, done.err.count(f"{num_bits / (48 * 64):.2f}")) == (num_bits, 1)
+    total = next(line for line in done.err.splitlines() if line.startswith("total"))
+    assert total.endswith(f"{(num_bits + 64 * 32) / (48 * 64 + 64):.2f}")
+
+
+def test_words_that_nobody_here_reads_have_no_bits_a_weight(tmp_path: Path) -> None:
+    write(tmp_path / "q", {"model.layers.0.mlp.up_proj.words": torch.ones(4, 4)}, {"quant_method": "unheard_of"})
+    done = nanovllm(tmp_path, "convert", "q", "--to", "hf", "--dry-run", "--json")
+    assert (done.code, [row["weights"] for row in json.loads(done.out)["tensors"]]) == (0, [None])
+    assert [line.split()[-1] for line in done.err.splitlines() if line.startswith(("mlp", "total"))] == ["-", "-"]
 
 
 def test_a_dry_run_writes_nothing(tmp_path: Path) -> None:

@@ -75,6 +75,13 @@ def test_hints_of_commands_name_commands() -> None:
     assert habits.command_hint("llama-tokenize", NAMES) == "here it is nanovllm tokenize"
     assert habits.command_hint("llama-perplexity", NAMES) == "here it is nanovllm perplexity"
     assert habits.command_hint("llama-nosuch", NAMES) is None
+    of_ollama = ("run", "pull", "list", "ls", "show", "ps", "stop", "rm", "cp", "create", "push", "signin", "signout", "help",
+                 "launch")  # fmt: skip
+    assert [each for each in of_ollama if each not in NAMES and habits.command_hint(each, NAMES) is None] == []
+    windows = "how a window of -c tokens is read is decided here: leave it out"
+    assert habits.option_hint("-b", FLAGS["perplexity"], "perplexity") == windows
+    for command in ("run", "serve"):
+        assert str(habits.option_hint("--mcp-servers-config", FLAGS[command], command)).startswith("chat --mcp FILE")
     assert habits.command_hint("version") == "here it is nanovllm --version"
 
 

@@ -18,7 +18,7 @@ TIERS = {
     "video_spec": 0,
     "sent": 0, "hearing_spec": 0, "reading_spec": 0, "canvas_spec": 0, "size_spec": 0, "overrides": 0,
     "samplers": 0, "streams_spec": 0, "curve_spec": 0, "passes_spec": 0, "norm_spec": 0, "mlp_spec": 0,
-    "rope_spec": 0, "state_spec": 0, "index_spec": 0, "digest_spec": 0,
+    "rope_spec": 0, "vllm_names": 0, "state_spec": 0, "index_spec": 0, "digest_spec": 0,
     "kernels": 1, "distributed": 1,
     "quant": 2, "attention": 2,
     "layers": 3,

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
+import inspect
 import itertools
 import json
 import pickle
+import re
 import shutil
 import subprocess
 import sys
@@ -21,11 +24,11 @@ from tokenizers import decoders, models, pre_tokenizers
 from transformers import LlamaConfig
 
 from engines import SMALL, greedy, random_model, save
-from nanovllm_cli import LLM, EngineConfig, SamplingParams, errors
+from nanovllm_cli import LLM, EngineConfig, SamplingParams, errors, vllm_names
 from nanovllm_cli.config import engine_config
 from nanovllm_cli.engine.outputs import RequestOutput
+from nanovllm_cli.engine.requests import QUEUE_FACTOR
 from nanovllm_cli.errors import ModelNotFoundError, PromptTooLongError, UsageError
-from nanovllm_cli.llm import QUEUE_FACTOR
 from nanovllm_cli.progress import NullProgress
 
 BOS, EOS, USER, ASSISTANT = range(256, 260)
@@ -294,10 +297,10 @@ def test_control_tokens_in_a_message_stay_text(llm: LLM) -> None:
 
 def test_variables_of_a_template_are_its_own(llm: LLM) -> None:
     hello = [{"role": "user", "content": "hi"}]
-    assert llm.encode_chat(hello, template_kwargs={"tone": "dry"}) == llm.encode_chat(hello)
+    assert llm.encode_chat(hello, chat_template_kwargs={"tone": "dry"}) == llm.encode_chat(hello)
     for name in ("messages", "tokenizer", "self"):
         with pytest.raises(UsageError, match=name):
-            llm.encode_chat(hello, template_kwargs={name: 1})
+            llm.encode_chat(hello, chat_template_kwargs={name: 1})
 
 
 def test_chat_needs_a_template(model: Model, tmp_path: Path) -> None:
@@ -310,6 +313,19 @@ def test_chat_needs_a_template(model: Model, tmp_path: Path) -> None:
         assert "--raw" in (raised.value.hint or "")
     with LLM(tmp_path, config=EngineConfig(threads=2, num_blocks=8), chat_template="{{ messages[0].content }}!") as llm:
         assert llm.encode_chat([{"role": "user", "content": "hi"}]) == list(b"hi!")
+
+
+def test_an_answer_that_was_begun_is_gone_on_with(model: Model, llm: LLM) -> None:
+    """vLLM's two switches, of which one alone says it here."""
+    begun = [{"role": "user", "content": "hi"}, {"role": "assistant", "content": "we"}]
+    for switches in ({"continue_final_message": True}, {"continue_final_message": True, "add_generation_prompt": False}):
+        (output,) = llm.chat(begun, greedy(4), **switches)  # type: ignore[arg-type]
+        assert list(output.prompt_token_ids) == [USER, *b"hi", EOS, ASSISTANT, *b"we"]
+        assert ids_of(output) == model.answer(list(output.prompt_token_ids), 4)
+    assert llm.encode_chat(begun, add_generation_prompt=False) == [USER, *b"hi", EOS, ASSISTANT, *b"we", EOS]
+    for wrong in (begun[:1], []):
+        with pytest.raises(UsageError, match="the last message is not the assistant's"):
+            llm.chat([wrong, begun], greedy(1), continue_final_message=True)
 
 
 def test_generate_iter_takes_requests_as_room_appears(model: Model) -> None:
@@ -349,6 +365,78 @@ def test_progress_hears_of_every_request_that_finishes(llm: LLM) -> None:
     heard: list[tuple[int, int]] = []
     llm.generate(["a", "b", "c"], [greedy(3), greedy(1), greedy(2)], progress=lambda *counts: heard.append(counts))
     assert heard == [(1, 3), (2, 3), (3, 3)]
+
+
+def test_a_line_on_stderr_counts_what_is_finished(llm: LLM, capsys: pytest.CaptureFixture[str], monkeypatch: Any) -> None:
+    llm.generate(["a", "b"], greedy(1))
+    assert capsys.readouterr().err == ""
+    llm.generate(["a", "b"], greedy(1), use_tqdm=True)
+    assert re.fullmatch(r"prompts: 2 of 2, \d+\.\d a second\n", capsys.readouterr().err)
+    monkeypatch.setattr(sys.stderr, "isatty", lambda: True)
+    llm.embed(["a", "b"], use_tqdm=True)
+    assert re.fullmatch(r"\rtexts: 1 of 2, .* a second\rtexts: 2 of 2, .* a second\n", capsys.readouterr().err)
+    with pytest.raises(UsageError, match="use_tqdm is True or False"):
+        llm.generate("a", greedy(1), use_tqdm=print)  # type: ignore[arg-type]
+    with pytest.raises(UsageError, match="tell the same"):
+        llm.chat([{"role": "user", "content": "hi"}], greedy(1), use_tqdm=True, progress=lambda done, of: None)
+
+
+@pytest.mark.parametrize(("method", "name", "hint"), [
+    ("generate", "lora_request", "SamplingParams(lora=NAME)"), ("generate", "prompt_token_ids", "a list of ids is a prompt"),
+    ("chat", "chat_template", "LLM(…, chat_template=SOURCE)"), ("chat", "template_kwargs", "chat_template_kwargs"),
+    ("embed", "pooling_params", "pooling names one"), ("generate", "sampling_param", "did you mean sampling_params?"),
+    ("chat", "zzz", "help(LLM.chat) lists what it takes"),
+])  # fmt: skip
+def test_arguments_of_vllm_are_told_what_serves_instead(llm: LLM, method: str, name: str, hint: str) -> None:
+    asked = [{"role": "user", "content": "hi"}] if method == "chat" else "a"
+    with pytest.raises(UsageError, match=f"{method} has no argument '{name}'") as refused:
+        getattr(llm, method)(asked, **{name: 1})
+    assert hint in str(refused.value.hint)
+
+
+def test_an_argument_of_vllm_that_asks_for_nothing_is_taken(llm: LLM) -> None:
+    outputs = llm.generate(["a"], greedy(2), lora_request=None, priority=None)  # type: ignore[arg-type]
+    assert outputs[0].outputs == llm.generate(["a"], greedy(2))[0].outputs
+    with pytest.raises(UsageError, match="has no argument 'zzz'"):
+        llm.generate(["a"], greedy(2), zzz=None)  # type: ignore[arg-type]
+
+
+def test_methods_of_vllm_are_there_or_told_what_serves_instead(llm: LLM) -> None:
+    assert llm.get_tokenizer().encode("Once") == list(b"Once")
+    for name in ("beam_search", "score", "sleep", "llm_engine"):
+        with pytest.raises(UsageError, match=f"LLM has no '{name}'") as refused:
+            getattr(llm, name)
+        assert refused.value.hint
+        assert not hasattr(llm, name)
+    with pytest.raises(AttributeError, match="'LLM' object has no attribute 'scoer'"):
+        llm.scoer  # noqa: B018
+    with pytest.raises(ImportError, match=r"has no LoRARequest: SamplingParams\(lora=NAME\)"):
+        from nanovllm_cli import LoRARequest  # type: ignore[attr-defined]  # noqa: F401
+    with pytest.raises(ImportError, match="cannot import name 'Zzz'"):
+        from nanovllm_cli import Zzz  # type: ignore[attr-defined]  # noqa: F401
+
+
+def test_no_name_of_vllm_that_is_told_off_is_one_of_ours(llm: LLM) -> None:
+    settings = {field.name for field in dataclasses.fields(EngineConfig)}
+    own = {*settings, *inspect.signature(LLM.__init__).parameters}
+    assert not own & (vllm_names.SETTINGS.keys() | vllm_names.SETTING_HINTS.keys())
+    assert set(vllm_names.SETTINGS.values()) <= settings
+    assert vllm_names.AS_IT_IS.keys() <= vllm_names.SETTING_HINTS.keys()
+    assert not {name for name in vllm_names.METHOD_HINTS if hasattr(llm, name)}
+    taken = {name for method in (LLM.generate, LLM.chat, LLM.embed) for name in inspect.signature(method).parameters}
+    assert not taken & vllm_names.ARGUMENT_HINTS.keys()
+
+
+def test_an_answer_has_the_sum_of_its_logprobs_and_what_was_cached(model: Model, llm: LLM) -> None:
+    prompt = list(b"cumulative, and of more than a block")
+    outputs = [llm.generate([prompt], greedy(3, logprobs=0))[0] for _ in range(2)]
+    (answer,) = outputs[1].outputs
+    ids = [*prompt, *answer.token_ids]
+    rows = model.logprobs(ids)[len(prompt) - 1 : -1]
+    expected = float(sum(row[token] for row, token in zip(rows, answer.token_ids, strict=True)))
+    assert answer.cumulative_logprob == pytest.approx(expected, abs=0.05)
+    assert [each.num_cached_tokens for each in outputs] == [0, 32]
+    assert llm.generate([prompt], greedy(1))[0].outputs[0].cumulative_logprob is None
 
 
 def test_what_a_callback_raises_ends_everything_cleanly(llm: LLM) -> None:
@@ -471,7 +559,7 @@ def test_nan_in_the_logits_of_one_request_ends_that_one_alone(
 
 @pytest.mark.parametrize("prompts", [None, 5, 1.5, [None], ["a", 7.5], b"bytes", [b"bytes"], {"a"}])
 def test_prompts_that_are_none_are_refused_by_name(llm: LLM, prompts: Any) -> None:
-    with pytest.raises(UsageError, match=r"^(a prompt is|prompts are) .*, not \w+$"):
+    with pytest.raises(UsageError, match=r"^(a prompt is|prompts are) .*, not \w+(\n|$)"):
         llm.generate(prompts, greedy(1))
 
 
@@ -487,7 +575,7 @@ def test_ids_are_whole_numbers_of_any_kind(llm: LLM, make_number: Any) -> None:
 
 @pytest.mark.parametrize("messages", [{"role": "user", "content": "hi"}, 5, None, {"a"}, iter([{"role": "user"}])])
 def test_messages_that_are_no_list_are_refused_by_name(llm: LLM, messages: Any) -> None:
-    with pytest.raises(UsageError, match=r"^messages are a list, not \w+$"):
+    with pytest.raises(UsageError, match=r"^messages are a list, not \w+\n"):
         llm.chat(messages, greedy(1))
 
 
@@ -537,6 +625,11 @@ def test_settings_by_name_are_a_config(llm: LLM) -> None:
     changed: Any = {"rms_norm_eps": 1e-4}
     wanted = EngineConfig(max_model_len=64, dtype="float32", eager=True, quant="int8", num_blocks=8, overrides=changed)
     assert engine_config(None, settings) == wanted
+    as_it_is = {"trust_remote_code": False, "swap_space": 0, "pipeline_parallel_size": 1, "tokenizer_mode": "auto", "seed": None}
+    for dtype in ("float", torch.float32):
+        assert engine_config(None, {**settings, **as_it_is, "dtype": dtype}) == wanted
+    others = engine_config(None, {"dtype": "half", "kv_cache_dtype": "fp8_e4m3"})
+    assert (others.dtype, others.kv_cache_dtype) == ("float16", "fp8")
     assert engine_config(wanted, {}) is wanted
     with LLM("tiny", max_model_len=48, tensor_parallel_size=1) as short:
         assert short.max_model_len == 48
@@ -546,6 +639,9 @@ def test_settings_by_name_are_a_config(llm: LLM) -> None:
     ("config", "settings", "message", "hint"),
     [
         (None, {"max_len": 5}, "there is no setting 'max_len'", "max_model_len"),
+        (None, {"dtype": torch.int8}, "unknown dtype 'int8'", "known: auto"),
+        (None, {"pipeline_parallel_size": 2}, "there is no setting 'pipeline_parallel_size'", "tensor_parallel_size"),
+        (None, {"swap_space": False}, "there is no setting 'swap_space'", "leave it out"),
         (None, {"trust_remote_code": True}, "there is no setting 'trust_remote_code'", "leave it out"),
         (None, {"seed": 0}, "there is no setting 'seed'", "SamplingParams"),
         (None, {"enable_lora": True}, "there is no setting 'enable_lora'", "lora_modules"),
@@ -599,6 +695,7 @@ def test_errors_survive_a_pickle() -> None:
     for error in [*made, PromptTooLongError(9, 8), PromptTooLongError(9, 8, "do this")]:
         again = pickle.loads(pickle.dumps(error))
         assert (type(again), str(again), vars(again)) == (type(error), str(error), vars(error))
+        assert getattr(again, "__notes__", []) == [again.hint for _ in [0] if again.hint]  # which an uncaught error shows
 
 
 def test_outputs_survive_a_pickle(llm: LLM) -> None:

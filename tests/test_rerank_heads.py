@@ -190,7 +190,7 @@ def test_what_draws_tokens_goes_on_drawing_them(tmp_path: Path) -> None:
         query, *vectors = torch.tensor(llm.embed(["animals", *DOCUMENTS]), dtype=torch.float64)
         near(llm.rank("animals", DOCUMENTS), [float(torch.cosine_similarity(query, each, dim=0)) for each in vectors])
         with pytest.raises(UnsupportedError, match="is no reranker"):
-            llm.score([[1, 2]])
+            llm.scores([[1, 2]])
 
 
 # ---- what it reads ----

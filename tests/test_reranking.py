@@ -166,7 +166,7 @@ def test_it_makes_no_vectors_and_draws_nothing(file: Path, tmp_path: Path) -> No
     assert post(file, "/v1/rerank", query="a", documents=["b"], pooling="mean").json["error"]["param"] == "pooling"
     with LLM(file, config=EngineConfig(threads=2, num_blocks=64)) as llm:
         facts = engine_process._facts(llm, EngineConfig())
-        assert (facts.has_head, facts.ranks, _asked(facts)[0]) == (False, True, "rerank")
+        assert (facts.has_head, facts.ranks, _asked("r", facts, completes=True)[0]) == (False, True, "rerank")
         with pytest.raises(UnsupportedError, match="a reranker gives a score"):
             llm.embed("hello")
         with pytest.raises(UnsupportedError, match="no head"):

@@ -197,8 +197,14 @@ def test_lists_of_strings_are_bounded_in_number_and_length(name: str, limits: tu
     assert getattr(make(name, []), name) == ()
     refusal(name, ["x"] * (most + 1))
     refusal(name, ["x" * (longest + 1)])
-    for wrong in ([""], [1], [None], [["x"]], {"x": 1}, 5, None, b"x", [b"x"], ["\ud800"], ["ok", True]):
+    for wrong in ([""], [1], [None], [["x"]], {"x": 1}, 5, False, b"x", [b"x"], ["\ud800"], ["ok", True]):
         refusal(name, wrong)
+
+
+def test_no_list_is_an_empty_one_as_in_vllm_but_of_what_has_a_default() -> None:
+    params = SamplingParams(stop=None, stop_token_ids=None, bad_words=None, allowed_token_ids=None)  # type: ignore[arg-type]
+    assert params == SamplingParams()
+    refusal("dry_sequence_breakers", None)
 
 
 def test_half_a_million_stop_strings_are_refused_without_a_look_at_them() -> None:

@@ -60,10 +60,11 @@ def test_tools_that_a_template_leaves_out_are_told() -> None:
     assert template_tools(TOOL_LIST, CHATML) is None
 
 
-def test_a_deepseek_v4_is_told_tools_in_its_own_form() -> None:
-    template = ChatTemplate(BUILTIN_TEMPLATES["deepseek-v4"])
+@pytest.mark.parametrize(("name", "block"), [("deepseek-v4", "tool_calls"), ("deepseek-v3.2", "function_calls")])
+def test_a_deepseek_is_told_tools_in_its_own_form(name: str, block: str) -> None:
+    template = ChatTemplate(BUILTIN_TEMPLATES[name])
     [system, _] = template_messages(ASKED, template, tools=TOOL_LIST)
-    form = '<｜DSML｜tool_calls>\n<｜DSML｜invoke name="FUNCTION">\n<｜DSML｜parameter name="PARAMETER" string="true">VALUE<'
+    form = f'<｜DSML｜{block}>\n<｜DSML｜invoke name="FUNCTION">\n<｜DSML｜parameter name="PARAMETER" string="true">VALUE<'
     assert form in system["content"]
     called = [*ASKED, calling(("weather", {"city": "Köln"})), result(0, "rain")]
     assert [message["role"] for message in template_messages(called, template)] == ["user", "assistant", "tool"]  # it knows those

@@ -343,7 +343,7 @@ def test_a_rerankers_card_says_what_transformers_and_the_library_score(kind: str
         with torch.no_grad():
             before.append(float(reference(input_ids=torch.tensor([ids]), **types).logits[0, 0]))
     with LLM(tmp_path / "q", config=FLOATS) as llm:
-        scores = np.array(llm.score(read.ids)).reshape(-1, DOCUMENTS)
+        scores = np.array(llm.scores(read.ids)).reshape(-1, DOCUMENTS)
     margins = np.array(before).reshape(-1, DOCUMENTS)
     away = np.abs(margins - np.log(scores / (1 - scores)))
     quality = card.as_json()["quality"]

@@ -351,6 +351,14 @@ def test_openais_client_gets_every_form(client: Any, told: Transcript, words: li
     assert len(LANGUAGES) == 3
 
 
+def test_blanks_alone_are_no_word_over_http() -> None:
+    """OpenAI's clients would have a word without a letter."""
+    words = (Word(" Good", 0.0, 0.5, 0.9), Word(" ", 0.5, 0.6, 0.9), Word(" morning.", 0.6, 1.0, 0.9), Word("\n", 1.0, 1.0, 0.1))
+    passage = Passage(0.0, 2.0, " Good  morning.\n", (), 0, 0.0, -0.1, 1.0, 0.1, words=words)
+    found = [{"word": "Good", "start": 0.0, "end": 0.5}, {"word": "morning.", "start": 0.6, "end": 1.0}]
+    assert dictations.words_in([passage, passage._replace(words=())]) == found
+
+
 class Turned:
     """Dictations of sounds of so many seconds, by a model that says nothing; those of more than one are long."""
 

@@ -49,6 +49,11 @@ _HOMES = {
 
 def __getattr__(name: str) -> Any:
     if name not in _HOMES:
+        if name[:1].isupper():  # `from … import` leaves out what an AttributeError says
+            from nanovllm_cli.vllm_names import CLASS_HINTS
+
+            if name in CLASS_HINTS:
+                raise ImportError(f"{__name__} has no {name}: {CLASS_HINTS[name]}")
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     from importlib import import_module
 

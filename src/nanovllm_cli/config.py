@@ -15,6 +15,8 @@ from typing import Any, Literal, NamedTuple, get_args
 
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.overrides import Override, as_overrides
+from nanovllm_cli.vllm_names import SETTING_HINTS, SETTINGS, is_so_anyway
+from nanovllm_cli.vllm_names import setting as value_of
 
 DTypeName = Literal["auto", "float32", "bfloat16", "float16"]
 Activations = Literal["auto", "rounded", "exact"]
@@ -41,26 +43,6 @@ MAX_SCALE = 1e6
 MAX_VIDEO_FPS = 240
 MAX_LORA_MODULES = 64
 MAX_LORA_NAME = 200
-_NAMES_OF_VLLM = {"enforce_eager": "eager", "quantization": "quant", "num_gpu_blocks_override": "num_blocks",
-                  "kv_cache_memory_bytes": "kv_cache_bytes", "scheduling_policy": "policy",
-                  "hf_overrides": "overrides"}  # fmt: skip
-_HABITS = {
-    "trust_remote_code": "no code that comes with a model is ever run: leave it out",
-    "seed": "each request has its own: SamplingParams(seed=…)",
-    "tokenizer": "a model's own files have it: leave it out",
-    "swap_space": "a sequence that has to wait is computed anew: leave it out",
-    "disable_log_stats": "nothing is logged unasked: leave it out",
-    "speculative_config": "settings of their own say it: draft_model, mtp, num_speculative_tokens",
-    "limit_mm_per_prompt": "images are bounded by the context alone: leave it out",
-    "enable_lora": "adapters need no leave: lora_modules, or SamplingParams(lora=…)",
-    "enable_chunked_prefill": "prompts are always read in chunks, of max_num_batched_tokens: leave it out",
-    "cpu_offload_gb": "n_gpu_layers and n_cpu_moe say what stays in the machine's memory",
-    "download_dir": "HF_HUB_CACHE in the environment says where downloads are kept",
-    "load_format": "a folder's or file's form is seen: leave it out",
-    "task": "what a model can do is seen: generate, chat, embed, rank",
-    "runner": "what a model can do is seen: generate, chat, embed, rank",
-}
-"""Of vLLM's settings, what to do here instead."""
 RopeKind = Literal["none", "linear", "dynamic", "yarn"]
 
 
@@ -277,14 +259,16 @@ def engine_config(config: EngineConfig | None, settings: Mapping[str, Any]) -> E
         raise UsageError(f"config is given, and {next(iter(settings))} beside it", "put all of it into EngineConfig(…)")
     known, ours = [field.name for field in fields(EngineConfig)], dict[str, Any]()
     for name, value in settings.items():
-        own = _NAMES_OF_VLLM.get(name, name)
+        own = SETTINGS.get(name, name)
         if own not in known:
+            if is_so_anyway(name, value):
+                continue
             near = difflib.get_close_matches(name, known, n=2)
             hint = f"did you mean {' or '.join(near)}?" if near else f"known: {', '.join(known)}"
-            raise UsageError(f"there is no setting {name!r}", _HABITS.get(name, hint))
+            raise UsageError(f"there is no setting {name!r}", SETTING_HINTS.get(name, hint))
         if own in ours:
             raise UsageError(f"{own} is given twice")
-        ours[own] = value
+        ours[own] = value_of(own, value)
     return EngineConfig(**ours) if config is None else config
 
 

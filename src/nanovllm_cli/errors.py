@@ -2,7 +2,8 @@
 
     NanovllmError                     exit 1
     ├── UsageError                    exit 2   flags, request fields, input lines
-    │   └── UnmeetableError
+    │   ├── UnmeetableError
+    │   └── AbsentError                    an AttributeError, too
     ├── ModelNotFoundError            exit 3   no such model, or not here while offline
     ├── AccessRefusedError            exit 4   gated or private repository, unreadable file
     ├── DoesNotFitError               exit 5   memory, or more tokens than the context holds
@@ -39,6 +40,8 @@ class NanovllmError(Exception):
         super().__init__(message)
         self.message = message
         self.hint = hint
+        if hint is not None:
+            self.add_note(hint)  # which Python writes below a message that nobody catches
 
 
 class UsageError(NanovllmError):
@@ -50,6 +53,10 @@ class UsageError(NanovllmError):
 class UnmeetableError(UsageError):
     """What a request asks of its answer cannot be had, which nobody knew before it ran: its constraint and its bans leave no
     token to draw, or the constraint is too involved to be followed."""
+
+
+class AbsentError(UsageError, AttributeError):
+    """An object has no attribute of that name, as `hasattr` is told too; the hint says what serves instead."""
 
 
 class ModelNotFoundError(NanovllmError):

@@ -16,14 +16,13 @@ Not covered: which flags a person typed, how an answer is shown.
 from __future__ import annotations
 
 import hashlib
-import itertools
 import json
 import logging
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Mapping, Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from types import TracebackType
-from typing import Any, NoReturn, Self
+from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
 
 import torch
 
@@ -37,13 +36,13 @@ from nanovllm_cli.engine.kv_file import program_digest
 from nanovllm_cli.engine.memory import with_room_for_leads
 from nanovllm_cli.engine.outputs import EngineStats, RequestOutput
 from nanovllm_cli.engine.placement import Placement
-from nanovllm_cli.engine.readers import Readers
+from nanovllm_cli.engine.requests import Requests
 from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import Senses
 from nanovllm_cli.model_spec import Pooling
-from nanovllm_cli.progress import LoadProgress, NullProgress
+from nanovllm_cli.progress import Counted, LoadProgress, NullProgress, counting
 from nanovllm_cli.prompts import Prompt, listed, text_of, token_ids
 from nanovllm_cli.quant.format import Format
 from nanovllm_cli.quant.format_names import parse_format
@@ -54,7 +53,9 @@ from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.content_parts import ImagePart
 from nanovllm_cli.text.image_tokens import asked_ids, in_vocabulary
 from nanovllm_cli.text.messages import template_messages, template_tools
+from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import TokenIds
+from nanovllm_cli.vllm_names import absent, refuse_others
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.further import read_further
@@ -71,11 +72,6 @@ logger = logging.getLogger(__name__)
 
 Message = Mapping[str, Any]
 Params = SamplingParams | Sequence[SamplingParams] | None
-Progress = Callable[[int, int], None]
-"""Called with (finished requests, all requests) whenever one finishes."""
-
-# How many requests `generate_iter` keeps in the engine for each one that can run: enough that no step waits for more.
-QUEUE_FACTOR = 4
 MESSAGES_HINT = 'for example: [{"role": "user", "content": "hello"}]'
 
 
@@ -174,8 +170,7 @@ class LLM:
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
         self.context_len: int = self.engine.context_len
-        self._max_num_seqs = config.max_num_seqs
-        self._request_ids, self._readers = itertools.count(), Readers(self.engine)
+        self._requests = Requests(self.engine, self.cache_salt, config.max_num_seqs)
         dtype, where = str(self.dtype).removeprefix("torch."), "a GPU" if self.threads is None else f"{self.threads} threads"
         logger.info("%s on %s; context of %s tokens, KV cache of %.1f MiB", dtype, where, self.context_len, self.kv_bytes / 2**20)
 
@@ -235,17 +230,34 @@ class LLM:
     def stats(self) -> EngineStats:
         return self.engine.stats()
 
+    def get_tokenizer(self) -> Tokenizer:
+        """`tokenizer`, which encodes and decodes; messages become token ids by `encode_chat`."""
+        return self.tokenizer
+
+    if not TYPE_CHECKING:  # for which every name would be one
+
+        def __getattr__(self, name: str) -> NoReturn:
+            raise absent(type(self).__name__, name)
+
     # ---- generating ----
 
     def generate(
-        self, prompts: Prompt | Sequence[Prompt], sampling_params: Params = None, *, progress: Progress | None = None
+        self,
+        prompts: Prompt | Sequence[Prompt],
+        sampling_params: Params = None,
+        *,
+        progress: Counted | None = None,
+        use_tqdm: bool = False,
+        **others: Never,
     ) -> list[RequestOutput]:
         """One output per prompt, in their order; all run together.
 
         prompts: see `Prompt`, or a list of these. sampling_params: for all, or one for each; None takes the model's own defaults.
-        Raises UsageError and PromptTooLongError before anything runs.
+        progress: told of each that is finished; use_tqdm: a line on stderr is. Raises UsageError and PromptTooLongError before
+        anything runs, and UsageError for arguments that vLLM has.
         """
-        asked = listed(prompts)
+        refuse_others("generate", others)
+        asked, progress = listed(prompts), counting("prompts", progress, use_tqdm)
         outputs = self._generate([token_ids(prompt, self.tokenizer.encode) for prompt in asked], sampling_params, progress)
         return [output._replace(prompt=text_of(prompt)) for output, prompt in zip(outputs, asked, strict=True)]
 
@@ -255,32 +267,32 @@ class LLM:
         sampling_params: Params = None,
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
-        progress: Progress | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        progress: Counted | None = None,
+        use_tqdm: bool = False,
+        **others: Never,
     ) -> list[RequestOutput]:
-        """The next turn of one conversation, or of several at once. Messages are {"role": …, "content": …}."""
+        """The next turn of one conversation, or of several at once, or what follows in their last messages, answers that were
+        begun. Messages are {"role": …, "content": …}; the rest as `generate`."""
+        refuse_others("chat", others, ("chat_template_kwargs",))
         if not isinstance(messages, Sequence):
             raise UsageError(f"messages are a list, not {type(messages).__name__}", MESSAGES_HINT)
         several = bool(messages) and not isinstance(messages[0], Mapping)
         conversations: Sequence[Any] = messages if several else [messages]
-        encoded = [self.encode_chat(c, tools=tools, template_kwargs=template_kwargs) for c in conversations]
-        return self._generate(encoded, sampling_params, progress)
+        begun = {"add_generation_prompt": add_generation_prompt, "continue_final_message": continue_final_message}
+        each = {"tools": tools, "chat_template_kwargs": chat_template_kwargs, **begun}
+        encoded = [self.encode_chat(conversation, **each) for conversation in conversations]  # type: ignore[arg-type]
+        return self._generate(encoded, sampling_params, counting("conversations", progress, use_tqdm))
 
     def stream(self, prompt: Prompt, sampling_params: SamplingParams | None = None) -> Generator[RequestOutput, None, None]:
         """The output after every step that changed it, prefill included; `delta_text` is what is new. Closing the iterator
         aborts the request. Nothing runs, and nothing is refused, before the first output is asked for."""
         (params,) = params_for(self.default_params if sampling_params is None else sampling_params, 1)
         self.prepare([params])
-        ids, request_id = token_ids(prompt, self.tokenizer.encode), self._new_id()
-        try:
-            self._add(request_id, ids, params)
-            finished = False
-            while not finished:
-                for output in self._readers.step((request_id,)):
-                    yield output._replace(prompt=text_of(prompt))
-                    finished = output.finished
-        finally:
-            self._readers.drop([request_id])
+        for output in self._requests.stream(token_ids(prompt, self.tokenizer.encode), params):
+            yield output._replace(prompt=text_of(prompt))
 
     def generate_iter(
         self, requests: Iterable[tuple[str, Sequence[int], SamplingParams]]
@@ -290,20 +302,7 @@ class LLM:
         A request that is refused raises when it is taken; check lengths with `max_model_len` first. Closing the iterator
         aborts what is unfinished.
         """
-        waiting = iter(requests)
-        running: set[str] = set()
-        most = QUEUE_FACTOR * self._max_num_seqs
-        try:
-            while True:
-                for request_id, ids, params in itertools.islice(waiting, most - len(running)):
-                    self._add(request_id, ids, params_for(params, 1)[0], running)
-                if not running:
-                    return
-                for output in self._readers.step(running, only_last=True):
-                    running.remove(output.request_id)
-                    yield output
-        finally:
-            self._readers.drop(running)
+        return self._requests.iterate(requests)
 
     def embed(
         self,
@@ -311,27 +310,31 @@ class LLM:
         pooling: Pooling | None = None,
         *,
         lora: Sequence[Lora] = (),
-        progress: Progress | None = None,
+        progress: Counted | None = None,
+        use_tqdm: bool = False,
+        **others: Never,
     ) -> list[list[float]]:
         """[vector_size] numbers for each text, not normalised: the mean over its tokens behind the model's last norm, or the row
         of its last or first one, and what dense layers make of it; None: as the model has it. lora: see SamplingParams. Raises as
         `generate` does."""
+        refuse_others("embed", others, ("pooling", "lora"))
+        progress = counting("texts", progress, use_tqdm)
         if (refusal := self.embedding.refusal) is not None:
             raise UnsupportedError(refusal.message, refusal.hint)
         prompts = [token_ids(text, self.tokenizer.encode) for text in listed(texts)]
         return self.pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
 
-    def rank(self, query: str, documents: Sequence[str], *, progress: Progress | None = None) -> list[float]:
+    def rank(self, query: str, documents: Sequence[str], *, progress: Counted | None = None) -> list[float]:
         """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
         vectors, of a model that embeds. Raises as `generate` does."""
         if not isinstance(documents, list | tuple) or not all(isinstance(text, str) for text in (query, *documents)):
             raise UsageError("a query is a text, and documents are a list of texts")
         if self.scoring is not None:
-            return self.score([self.scoring.prompt(self.tokenizer, query, each) for each in documents], progress=progress)
+            return self.scores([self.scoring.prompt(self.tokenizer, query, each) for each in documents], progress=progress)
         target, *vectors = map(unit, self.embed([query, *documents], progress=progress))
         return [nearness(target, vector) for vector in vectors]
 
-    def score(self, prompts: Sequence[Sequence[int]], *, progress: Progress | None = None) -> list[float]:
+    def scores(self, prompts: Sequence[Sequence[int]], *, progress: Counted | None = None) -> list[float]:
         """A reranker's score of each prompt that its `scoring` has made of a query and a document. UnsupportedError where it is
         none; the rest as `generate`."""
         if self.scoring is None:
@@ -349,17 +352,24 @@ class LLM:
         messages: Sequence[Message],
         *,
         tools: Sequence[Mapping[str, Any]] | None = None,
-        template_kwargs: Mapping[str, Any] | None = None,
+        chat_template_kwargs: Mapping[str, Any] | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
     ) -> TokenIds:
         """Token ids of a conversation up to where the model answers, and its images. Control tokens inside messages stay text."""
         if self.chat_template is None:
             raise UsageError(f"{self.name} has no chat template", "use --raw for plain text, or --chat-template NAME")
         template, known = self.chat_template.for_tools(tools), None if self.answer_format is None else self.answer_format.tools
-        senses, parts, variables = self.senses, list[ImagePart](), template_kwargs
+        if continue_final_message and not (messages and messages[-1].get("role") == "assistant"):
+            raise UsageError("the last message is not the assistant's, and can't be continued")
+        senses, parts = self.senses, list[ImagePart]()
         told = template_messages(messages, template, parts, kinds_of(senses), tools=tools or (), known=known)
         shaped = template_tools(tools, template, known) if tools else None
         read = read_parts(parts, senses)
-        return encode_chat(self.tokenizer, template, told, tools=shaped, images=read, senses=senses, variables=variables)
+        return encode_chat(
+            self.tokenizer, template, told, tools=shaped, images=read, senses=senses, variables=chat_template_kwargs,
+            add_generation_prompt=add_generation_prompt, continue_final_message=continue_final_message,
+        )  # fmt: skip
 
     # ---- keeping what was read ----
 
@@ -371,7 +381,7 @@ class LLM:
         """
         prompt = None if ids is None else token_ids(ids, self.tokenizer.encode)
         own = () if prompt is None else (prompt, self.cache_salt(len(prompt)))
-        return self._readers.use(lambda engine: engine.kv_files.save(Path(path), self._kv_identity, *own))
+        return self._requests.readers.use(lambda engine: engine.kv_files.save(Path(path), self._kv_identity, *own))
 
     def load_kv(self, path: Path, wanted: Prompt | None = None) -> int:
         """Makes what `save_kv` wrote findable; of `wanted`, a prompt, only what that begins with.
@@ -381,7 +391,7 @@ class LLM:
         """
         try:
             args = Path(path), self._kv_identity, None if wanted is None else token_ids(wanted, self.tokenizer.encode)
-            return self._readers.use(lambda engine: engine.kv_files.load(*args))
+            return self._requests.readers.use(lambda engine: engine.kv_files.load(*args))
         except NanovllmError as error:
             logger.warning("%s: not used: %s", path, error.message)
             return 0
@@ -391,7 +401,7 @@ class LLM:
 
     def close(self) -> None:
         """Lets go of model and cache."""
-        self._readers.close()
+        self._requests.readers.close()
 
     def __enter__(self) -> Self:
         return self
@@ -403,34 +413,16 @@ class LLM:
 
     # ---- inside ----
 
-    def _generate(self, prompts: Sequence[Sequence[int]], params: Params, progress: Progress | None) -> list[RequestOutput]:
+    def _generate(self, prompts: Sequence[Sequence[int]], params: Params, progress: Counted | None) -> list[RequestOutput]:
         each = params_for(self.default_params if params is None else params, len(prompts))
         self.prepare(each)
-        ids = [self._new_id() for _ in prompts]
-        done: dict[str, RequestOutput] = {}
-        try:
-            for request_id, prompt, wanted in zip(ids, prompts, each, strict=True):
-                self._add(request_id, prompt, wanted)
-            for output in self._readers.finished(ids):
-                done[output.request_id] = output
-                if progress is not None:
-                    progress(len(done), len(ids))
-        finally:
-            self._readers.drop([request_id for request_id in ids if request_id not in done])
-        return [done[request_id] for request_id in ids]
+        return self._requests.generate(prompts, each, progress)
 
     def pooled(
-        self, prompts: Sequence[Sequence[int]], wanted: Pooling | Alignment, progress: Progress | None, lora: Sequence[Lora] = ()
+        self, prompts: Sequence[Sequence[int]], wanted: Pooling | Alignment, progress: Counted | None, lora: Sequence[Lora] = ()
     ) -> list[list[float]]:
         """What `Engine.embed` makes of each, in their order."""
-        return self._readers.embed({f"embedding-{next(self._request_ids)}": each for each in prompts}, wanted, progress, lora)
-
-    def _new_id(self) -> str:
-        return f"request-{next(self._request_ids)}"
-
-    def _add(self, request_id: str, ids: Sequence[int], params: SamplingParams, running: set[str] | None = None) -> None:
-        salt = self.cache_salt(len(ids))
-        self._readers.add(request_id, lambda engine: engine.add(request_id, ids, params, cache_salt=salt), running)
+        return self._requests.embed(prompts, wanted, progress, lora)
 
     def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
         """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were

@@ -25,10 +25,14 @@ OTHER_NAMES = {
 """What transformers, llama.cpp and OpenAI call fields."""
 HABITS = {
     **dict.fromkeys(("structured_outputs", "guided_decoding", "response_format", "json_schema", "grammar"),
-                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint'),
+                    'constraint=Constraint("json_schema", …), of nanovllm_cli.constraint; or "regex", "choice", "gbnf"'),
     **dict.fromkeys(("use_beam_search", "best_of"), "num_beams looks for the likeliest answers, n draws several"),
     **dict.fromkeys(("logits_processors", "logits_processor"), "logit_bias, bad_words, allowed_token_ids say what is drawn"),
-    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone"), "leave it out"),
+    **dict.fromkeys(("detokenize", "spaces_between_special_tokens", "output_kind", "extra_args", "skip_clone", "flat_logprobs",
+                     "stream_interval", "skip_reading_prefix_cache"), "leave it out"),
+    "repetition_detection": "max_repeats, max_repeat_size and min_repeat_size end an answer that repeats itself",
+    "thinking_token_budget": "reasoning=ReasoningPhase(…), of nanovllm_cli.constraint",
+    "logprob_token_ids": "logprobs=100 reports so many of the likeliest",
     "do_sample": "temperature=0 takes the likeliest token", "early_stopping": "leave it out",
     "truncate_prompt_tokens": "a prompt is never cut: shorten it", "lora_request": "lora=NAME, of the model's lora_modules",
 }  # fmt: skip

@@ -261,10 +261,12 @@ class SamplingParams:
             if not isinstance(getattr(self, name), bool):
                 raise refused(name, getattr(self, name), "true or false")
         for name, (most, longest) in STRING_LISTS.items():
-            self._set(name, strings(name, getattr(self, name), most, longest))
+            said = getattr(self, name)
+            self._set(name, strings(name, () if said is None and name != "dry_sequence_breakers" else said, most, longest))
         for name, most in ID_LISTS.items():
             if name != "allowed_token_ids" or self.allowed_token_ids is not None:
-                self._set(name, token_ids(name, getattr(self, name), most))
+                said = getattr(self, name)
+                self._set(name, token_ids(name, () if said is None else said, most))
         if self.allowed_token_ids == ():
             raise UsageError("allowed_token_ids is empty: nothing could be drawn")
         if self.samplers is not None:

@@ -20,8 +20,8 @@ FORMATS = (
 )  # fmt: skip
 MIXES = ("q2_k_m", "q3_k_s", "q3_k_m", "q3_k_l", "q4_k_s", "q4_k_m", "q5_k_s", "q5_k_m")
 TEMPLATES = (
-    "alpaca", "chatml", "deepseek-v4", "gemma", "got-ocr", "llama2", "llama3", "mistral", "paligemma", "phi3", "plain", "rwkv",
-    "vicuna", "zephyr",
+    "alpaca", "chatml", "deepseek-v3.2", "deepseek-v4", "gemma", "got-ocr", "llama2", "llama3", "mistral", "paligemma", "phi3",
+    "plain", "rwkv", "vicuna", "zephyr",
 )  # fmt: skip
 CACHE_TYPES = ("auto", "float32", "bfloat16", "float16", "fp8", "int8")
 OUTTYPES = (

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shlex
 from collections import defaultdict
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import prod
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Literal
@@ -21,7 +21,7 @@ from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine, size
 from nanovllm_cli.cli.shared_options import adapters
 from nanovllm_cli.cli.table import aligned
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.weights.files import without_quant
 
 if TYPE_CHECKING:
@@ -131,7 +131,7 @@ def convert(
             conversion.write(checkpoint, made, output, replace=options.force, progress=progress)
             if made.tower is not None:
                 screen.say(str(made.tower.write(output, replace=options.force, progress=progress)))
-        _report(made, name, output, options, screen)
+        _report(made, name, output, options, screen, _numbers(checkpoint, made))
 
 
 def _target(options: ConvertOptions, checkpoint: Checkpoint) -> Target:
@@ -167,11 +167,36 @@ def _default_name(source: str, made: Plan, outtype: str, kind: str) -> str:
     return f"{stem}-{made.type_name if outtype == 'auto' else outtype.upper()}" + ("" if made.is_folder else ".gguf")
 
 
-def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen: Console) -> None:
+def _numbers(checkpoint: Checkpoint, made: Plan) -> dict[str, int] | None:
+    """Of each kind of tensors, where a folder that others quantized is written as it is, whose words hold several numbers each.
+    None of any other, empty where nobody here reads it."""
+    from nanovllm_cli.weights.folder_config import quantization_of
+    from nanovllm_cli.weights.quantized import open_reader
+    from nanovllm_cli.weights.tensor_classes import class_of
+
+    if made.target != "hf" or checkpoint.format != "hf" or quantization_of(checkpoint.config) is None:
+        return None
+    try:
+        reader = open_reader(checkpoint)
+    except UnsupportedError:
+        return {}
+    found: defaultdict[str, int] = defaultdict(int)
+    for name in reader.names():
+        found[class_of(name)] += prod(reader.shape(name))
+    return dict(found)
+
+
+def _report(
+    made: Plan, name: str, output: Path, options: ConvertOptions, screen: Console, numbers: dict[str, int] | None
+) -> None:
     rows = [_Row.of(kind, steps) for kind, steps in _by_class(made.steps).items()]
     for note in made.notes:
         screen.say(f"not carried: {note}")
-    for line in _table([*rows, _Row.of("total", made.steps)]):
+    total = _Row.of("total", made.steps)
+    if numbers is not None:
+        rows = [replace(row, weights=numbers.get(row.kind)) for row in rows]
+        total = replace(total, weights=sum(numbers.values()) or None)
+    for line in _table([*rows, total]):
         screen.say(line)
     mmproj = None if made.tower is None else str(made.tower.path(output))
     if options.json:
@@ -192,11 +217,11 @@ def _report(made: Plan, name: str, output: Path, options: ConvertOptions, screen
 
 @dataclass(frozen=True, slots=True)
 class _Row:
-    """Tensors of a kind, together."""
+    """Tensors of a kind, together. weights: None, where nobody here can tell."""
 
     kind: str
     count: int
-    weights: int
+    weights: int | None
     before: str
     before_bytes: int
     after: str
@@ -221,7 +246,7 @@ def _table(rows: list[_Row]) -> list[str]:
     cells = [("tensors", "count", "from", "", "to", "", "bits a weight")]
     cells += [
         (row.kind, str(row.count), row.before, size(row.before_bytes), row.after, size(row.after_bytes),
-         f"{8 * row.after_bytes / max(row.weights, 1):.2f}")
+         "-" if row.weights is None else f"{8 * row.after_bytes / max(row.weights, 1):.2f}")
         for row in rows
     ]  # fmt: skip
     return aligned(cells, left=(0, 2, 4))

@@ -239,7 +239,7 @@ class _Run:
         progress = self._progress("ranking", ids)
         scores: list[float] = []
         for first in range(0, len(ids), _TOGETHER):
-            scores += self.llm.score(ids[first : first + _TOGETHER], progress=lambda done, total: progress.advance(1))
+            scores += self.llm.scores(ids[first : first + _TOGETHER], progress=lambda done, total: progress.advance(1))
         progress.done()
         return scores
 

@@ -192,7 +192,7 @@ class Prompting:
 
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins."""
-        return self.llm.encode_chat(messages, tools=self.tools or None, template_kwargs=self._template_kwargs() or None)
+        return self.llm.encode_chat(messages, tools=self.tools or None, chat_template_kwargs=self._template_kwargs() or None)
 
     def for_words(self, question: Question) -> Question:
         """What asks a model that chats for what is said in a sound, as its family is asked (`text/transcripts.py`)."""

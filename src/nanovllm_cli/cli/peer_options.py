@@ -347,6 +347,8 @@ EXPLAINED = {
 }  # fmt: skip
 """What has no option of ours."""
 
+_MCP = "chat --mcp FILE has tools; with a server they are run by the client that offers them"
+_NOTHING_DRAWN = "no text is drawn here: leave it out"
 _A_FORM = "a request says what form its answer has: response_format, or json_schema, grammar, structured_outputs"
 THERE: dict[str, dict[tuple[str, ...], str]] = {
     "run": {
@@ -364,6 +366,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--clip-timestamps", "--offset-t", "--duration"): "cut a sound beforehand: ffmpeg -ss 60 -t 30 -i FILE part.wav",
         ("-di", "--diarize", "-tdrz", "--tinydiarize"): "who speaks is not told",
         ("-et", "--entropy-thold"): "here it is --compression-ratio-threshold, a number of another kind",
+        ("--mcp-servers-config",): _MCP,
         ("--suppress-tokens", "--suppress-nst"): "what is never written follows from the model's files: leave it out",
     },
     "serve": {
@@ -372,6 +375,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--json", "--jsonl"): "a request says how it is answered",
         ("--reasoning",): "here it is --think on or --think off",
         ("--perf", "--show-timings"): "an answer tells its timings, and usage: leave it out",
+        ("--mcp-servers-config",): _MCP,
         ("--lora-paths",): "here it is --lora-modules NAME=PATH",
         ("--prompt-cache-ro",): "--prompt-cache FOLDER is written where a model read something new: leave it out",
     },
@@ -400,7 +404,19 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
     },
     "bench.throughput": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
     "bench.latency": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
-    "embed": {("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text"},
+    "embed": {
+        ("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text",
+        ("-n", "--predict", "--n-predict"): _NOTHING_DRAWN,
+        ("--perf", "--show-timings"): "nanovllm bench MODEL measures how fast it is",
+    },
+    "perplexity": {
+        ("-n", "--predict", "--n-predict"): _NOTHING_DRAWN,
+        ("-b", "--batch-size", "-ub", "--ubatch-size"): "how a window of -c tokens is read is decided here: leave it out",
+        ("-ngl", "--gpu-layers", "--n-gpu-layers", "-ncmoe", "--n-cpu-moe", "-cmoe", "--cpu-moe"):
+            "--device cpu or cuda says what computes: leave it out",
+        ("--lora", "--lora-scaled"): "nanovllm convert MODEL --lora ADAPTER makes one model of both, which it measures",
+        ("--perf", "--show-timings"): "nanovllm bench MODEL measures how fast it is",
+    },
     "quantize": {
         ("-f", "--file", "--in-file"): "here it is --calibration FILE",
         ("--process-output",): "the head is left as it is, but for GGUF; --head FORMAT says otherwise",
@@ -409,6 +425,7 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--output-format",): "an importance matrix is measured and used, and not written: --algorithm imatrix",
         ("--ppl", "--no-ppl"): "perplexity stands on the quality card; --no-verify leaves that out",
         ("--show-statistics",): "what an importance matrix holds is not shown",
+        ("--override-kv",): "what a model's files say stays as it is: leave it out",
         ("-t", "--threads", "-tb", "--threads-batch"): "it takes one thread a core; taskset in front takes fewer",
     },
     "control-vector": {("--pca-batch", "--pca-iter"): "a principal component is computed whole, not step by step: leave it out"},

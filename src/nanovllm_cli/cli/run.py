@@ -317,6 +317,8 @@ def _answer(
         screen.say("cut off where it repeated itself: --max-repeats 0 lets it", "dim")
     elif _is_hidden(answers, options, screen):
         screen.say("cut off while it reasoned: a larger -n leaves room for an answer, --reasoning show shows the rest", "dim")
+    elif question.goes_on and not any(answer.content for answer in answers):
+        screen.say("nothing follows: that answer was at its end; -p TEXT says something to it", "dim")
     shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
     logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
     if shows:

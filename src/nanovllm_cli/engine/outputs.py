@@ -55,6 +55,11 @@ class CompletionOutput:
         return None if self.all_logprobs is None else tuple(self.all_logprobs[: self.num_tokens])
 
     @property
+    def cumulative_logprob(self) -> float | None:
+        """Of the whole answer: the sum of its tokens', where they were asked for."""
+        return None if self.logprobs is None else sum(each.logprob for each in self.logprobs)
+
+    @property
     def delta_logprobs(self) -> tuple[TokenLogprobs, ...] | None:
         """Those of `delta_ids`."""
         if self.all_logprobs is None:
@@ -99,6 +104,11 @@ class RequestOutput(NamedTuple):
     prompt_logprobs: tuple[TokenLogprobs | None, ...] | None = None
     pooled: tuple[float, ...] | None = None
     prompt: str | None = None
+
+    @property
+    def num_cached_tokens(self) -> int:
+        """Tokens of the prompt that came from the prefix cache."""
+        return self.metrics.num_cached_tokens
 
 
 class EngineStats(NamedTuple):

@@ -80,6 +80,7 @@ _GATED = {"attention_norm": "input_layernorm", "mlp_norm": "post_attention_layer
 AXK2 = replace(
     DEEPSEEK32,
     name="axk2",
+    template="",  # its publisher brings one
     config=by_kinds,
     defaults={
         "head_dim": 32, "kv_lora_rank": 128, "q_lora_rank": 384, "qk_nope_head_dim": 64, "qk_rope_head_dim": 32, "v_head_dim": 64,

@@ -124,6 +124,7 @@ DEEPSEEK32 = replace(
     DEEPSEEK3,
     name="deepseek32",
     gguf_name="deepseek32",
+    template="deepseek-v3.2",
     defaults={**DEEPSEEK3.defaults, "index_n_heads": 64, "index_head_dim": 128, "index_topk": 2048,
               "max_position_embeddings": 163840},
     hf=lambda spec, read: sparse_from_hf(spec, read, interleaved=False),

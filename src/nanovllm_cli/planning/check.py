@@ -75,7 +75,7 @@ def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
         ids = [generator.randrange(llm.spec.vocab_size) for _ in range(prompt_len)]
         began = time.perf_counter()
         if answer_len == 0:
-            llm.score([ids]) if llm.embedding.ranks else llm.embed([ids])
+            llm.scores([ids]) if llm.embedding.ranks else llm.embed([ids])
             prefill = max(prefill, prompt_len / (time.perf_counter() - began))
             continue
         times = [time.perf_counter() for output in llm.stream(ids, params) if output.outputs[0].delta_ids]

@@ -29,7 +29,7 @@ FORMAT_NAMES = (
     *("int8", "int8-weight-only", "fp8", "fp8-weight-only", "int4", "int4-weight-only", "int3", "int2", "nf4"),
     *(name.lower() for name in BLOCK_TYPES),
 )
-_MADE_BY = ("gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "bitsandbytes", "modelopt", "bnb")
+_MADE_BY = ("gptq", "awq", "gptq_marlin", "awq_marlin", "compressed-tensors", "bitsandbytes", "modelopt", "bnb", "gguf", "mxfp4")
 """What vLLM calls the formats of checkpoints by."""
 _NEAR = {"4bit": "int4", "8bit": "int8", "4": "int4", "8": "int8"}
 _PLAIN = ("f32", "fp32", "f16", "fp16", "bf16")

@@ -6,7 +6,7 @@ from __future__ import annotations
 import asyncio
 import math
 import threading
-from collections.abc import AsyncGenerator, AsyncIterator, Iterator
+from collections.abc import AsyncGenerator, AsyncIterator, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AsyncExitStack, aclosing, asynccontextmanager, contextmanager
 from functools import partial
@@ -85,6 +85,12 @@ class Turns:
             gone.set()
 
 
+def words_in(passages: Sequence[Passage]) -> list[dict[str, Any]]:
+    """Words and their times as OpenAI's API has them, without the blanks around them; blanks alone are none."""
+    words = [word for each in passages for word in each.words if word.text.strip()]
+    return [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+
+
 class Dictation:
     """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
     """
@@ -133,8 +139,7 @@ class Dictation:
         kinds = self._body.timestamp_granularities or ["segment"]
         found: dict[str, Any] = {"segments": segments} if "segment" in kinds else {}
         if "word" in kinds:
-            words = [word for each in self._passages for word in each.words]
-            found["words"] = [{"word": word.text.strip(), "start": word.start, "end": word.end} for word in words]
+            found["words"] = words_in(self._passages)
         return {**told, "text": self.text, **found, "usage": usage}
 
     def written(self) -> str:

@@ -82,6 +82,28 @@ BUILTIN_TEMPLATES: dict[str, str] = {
         r"{% else %}{{ 'ASSISTANT: ' + (message.content | trim) + eos_token + '\n' }}{% endif %}{% endfor %}"
         r"{% if add_generation_prompt %}{{ 'ASSISTANT:' }}{% endif %}"
     ),
+    "deepseek-v3.2": (  # whose publisher brings code (encoding_dsv32.py); it reasons where `thinking` is true
+        "{% set ns = namespace(asked=-1) %}{% for message in messages %}"
+        "{% if message.role in ('user', 'developer') %}{% set ns.asked = loop.index0 %}{% endif %}{% endfor %}"
+        "{% set reasons = thinking is defined and thinking %}{{ bos_token }}{% for message in messages %}"
+        "{% set now = reasons and loop.index0 >= ns.asked %}{% set answered = add_generation_prompt or not loop.last %}"
+        "{% if message.role == 'system' %}{{ message.content }}{% elif message.role in ('user', 'developer') %}"
+        r"{{ '<｜User｜>' + ('\n\n# The user\'s message is: ' if message.role == 'developer' else '') + message.content }}"
+        "{% if answered %}{{ '<｜Assistant｜>' + ('<think>' if now and loop.index0 == ns.asked else '</think>') }}{% endif %}"
+        "{% elif message.role == 'tool' %}{% if not loop.previtem or loop.previtem.role != 'tool' %}"
+        r"{{ '\n\n<function_results>' }}{% endif %}{{ '\n<result>' + message.content + '</result>' }}"
+        r"{% if loop.last or loop.nextitem.role != 'tool' %}{{ '\n</function_results>' }}"
+        r"{% if answered %}{{ '\n\n' + ('<think>' if now else '</think>') }}{% endif %}{% endif %}"
+        "{% elif message.role == 'assistant' %}{% if now %}{{ (message.reasoning_content or '') + '</think>' }}{% endif %}"
+        r"{{ message.content or '' }}{% if message.tool_calls %}{{ '\n\n<｜DSML｜function_calls>\n' }}"
+        r"{% for call in message.tool_calls %}{{ '<｜DSML｜invoke name=\"' + call.function.name + '\">\n' }}"
+        "{% set given = call.function.arguments %}{% set given = {'arguments': given} if given is string else given %}"
+        r"{% for key, value in given.items() %}{{ '<｜DSML｜parameter name=\"' + key + '\" string=\"' }}"
+        r"{{ ('true\">' + value if value is string else 'false\">' + value | tojson) + '</｜DSML｜parameter>' }}"
+        r"{{ '' if loop.last else '\n' }}{% endfor %}{{ '\n</｜DSML｜invoke>\n' }}{% endfor %}"
+        "{{ '</｜DSML｜function_calls>' }}{% endif %}{{ eos_token }}"
+        "{% else %}{{ raise_exception('this chat format has no such role') }}{% endif %}{% endfor %}"
+    ),
     "deepseek-v4": (  # whose publisher brings code; it reasons where `thinking` is true, which stays beside calls
         "{% set ns = namespace(asked=-1, calls=tools is defined and tools) %}{% for message in messages %}"
         "{% if message.role in ('user', 'developer') %}{% set ns.asked = loop.index0 %}{% endif %}"
