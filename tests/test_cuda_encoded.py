@@ -205,11 +205,12 @@ def batch_of(tables: torch.Tensor, lens: torch.Tensor, leads: torch.Tensor, look
 
 
 def padded(batch: Batch) -> Batch:
-    """With two rows of padding, whose table is of blocks that nobody has, and which see what somebody saw before."""
+    """With two rows of padding, which see what somebody saw before. One has a table, of blocks that nobody has: of a step with
+    guesses there are fewer tables than rows."""
     assert batch.looks is not None
     assert batch.leads is not None
     none = torch.zeros(2, dtype=torch.int32)
     return batch_of(
-        torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], 1 << 30).expand(2, -1)]),
+        torch.cat([batch.block_tables, torch.full_like(batch.block_tables[:1], 1 << 30)]),
         torch.cat([batch.kv_lens, none]), torch.cat([batch.leads, none]), torch.cat([batch.looks, torch.full((2, 2), 16).int()]),
     )  # fmt: skip

@@ -131,6 +131,7 @@ def behind_leads(launcher: Launcher, batch: Batch, block_size: int) -> tuple[Bat
 
 
 def _shifted(given: torch.Tensor, tokens: torch.Tensor, block_size: int, out: torch.Tensor) -> None:
-    """Tables without the whole blocks of so many tokens [B] of each; what is past their ends is anything."""
-    columns = (tokens // block_size)[:, None] + torch.arange(out.shape[1], device=given.device)
+    """Tables without the whole blocks of so many tokens [B] of each; what is past their ends is anything. Of a step with guesses
+    lengths have room for a sequence a token, tables for no more than there may be."""
+    columns = (tokens[: len(given)] // block_size)[:, None] + torch.arange(out.shape[1], device=given.device)
     out.copy_(given.gather(1, columns.clamp_max(given.shape[1] - 1).long()))
