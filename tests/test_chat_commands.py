@@ -6,15 +6,18 @@ import json
 import random
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
+from nanovllm_cli.chat import commands
 from nanovllm_cli.chat.commands import COMMANDS, complete
-from nanovllm_cli.chat.conversation import Conversation
+from nanovllm_cli.chat.conversation import Call, Conversation
 from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.loop import Chat
 from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.session import Sessions
+from nanovllm_cli.errors import UsageError
 from test_cli_driver import Result, nanovllm
 
 
@@ -398,6 +401,23 @@ def test_copying_says_how_or_that_it_cannot(tmp_path: Path) -> None:
     assert "wl-copy does not take the text (exit code 3)" in failed.err
     nowhere = chat(tmp_path, "say hi", "/copy", PATH="/nowhere", TERM="dumb")
     assert "there is no clipboard here" in nowhere.err
+
+
+def test_what_was_said_last_is_copied_though_a_call_came_behind_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    copied: list[str] = []
+    monkeypatch.setattr(commands, "copy", lambda text: copied.append(text) or "something")
+    conversation = Conversation()
+    fake = SimpleNamespace(conversation=conversation, display=SimpleNamespace(say=lambda text: None))
+    (command,) = (each for each in COMMANDS if "copy" in each.names)
+    conversation.ask("look")
+    conversation.answer("", calls=[Call("1", "read", "{}")])
+    with pytest.raises(UsageError, match="no answer to copy"):
+        command.run(fake, "")  # type: ignore[arg-type]
+    conversation.answer("seen")
+    conversation.ask("again")
+    conversation.answer(" ", calls=[Call("2", "read", "{}")], cut="interrupted")
+    command.run(fake, "")  # type: ignore[arg-type]
+    assert copied == ["seen"]
 
 
 def test_leaving(tmp_path: Path) -> None:

@@ -348,8 +348,8 @@ def _tools(chat: Chat, argument: str) -> None:
 
 
 def _copy(chat: Chat, argument: str) -> None:
-    answer = next((each for each in reversed(chat.conversation.messages) if each.role == "assistant"), None)
-    if answer is None:
+    said = (each for each in reversed(chat.conversation.messages) if each.role == "assistant" and each.content.strip())
+    if (answer := next(said, None)) is None:  # what called a tool and said nothing is none
         raise UsageError("there is no answer to copy")
     chat.display.say(f"copied with {copy(answer.content)}")
 
