@@ -62,7 +62,9 @@ def test_who_is_on_windows_is_told_of_wsl(words: list[str]) -> None:
 def test_the_library_says_so_too() -> None:
     done = on_windows("import nanovllm_cli; print(nanovllm_cli.__version__); nanovllm_cli.LLM")
     assert done.stdout
-    assert done.stderr.splitlines()[-1].endswith("UnsupportedError: nanovllm runs under Linux and macOS, not under Windows")
+    *_, what, hint = done.stderr.splitlines()
+    assert what.endswith("UnsupportedError: nanovllm runs under Linux and macOS, not under Windows")
+    assert "WSL 2" in hint
 
 
 def test_nothing_else_asks_which_system_it_is() -> None:
