@@ -26,7 +26,7 @@ HERE = Path(__file__).parent
         (None, None),
         (Cost(0.07, 50), None),
         (Cost(0.9, 1), 1),
-        (Cost(1.3, 50), 3),
+        (Cost(1.2, 50), 3),
         (Cost(9.9, 11), 1),
         (Cost(30.0, 3), 1),
     ],
