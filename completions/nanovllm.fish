@@ -227,7 +227,7 @@ complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l markdown -x -a 'auto alw
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l context-overflow -x -a 'error shift' -d 'When the context is full: refuse the message, or leave the oldest turns out and say so'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l chat-template-kwargs -x -d 'More variables for the chat template'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l mcp -l mcp-config -l mcp-servers-config -r -F -d 'Servers of tools that the model may call, as a JSON file of "mcpServers" names them'
-complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l allow -x -d 'A tool, or a pattern such as '\''read_*'\'', that runs without asking'
+complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l allow -x -d 'A tool, or a pattern such as '\''read_*'\'', that runs unasked'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l continue -d 'Go on with the last conversation'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l session -x -a '(__nanovllm_ask sessions)' -d 'Go on with the session of this name, or of this beginning'
 complete -c nanovllm -n '__nanovllm_at '\''chat'\''' -l no-save -d 'Keep nothing'

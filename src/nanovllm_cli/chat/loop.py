@@ -17,7 +17,7 @@ from nanovllm_cli.chat.model import Model
 from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
-from nanovllm_cli.chat.toolbox import MAX_ROUNDS, Toolbox
+from nanovllm_cli.chat.toolbox import calls_of
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.progress_line import counted
@@ -25,15 +25,12 @@ from nanovllm_cli.cli.question import LACKS, kind_of
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.text.content_parts import IMAGES, SOUNDS, VIDEOS
-from nanovllm_cli.text.tool_calls import is_object, new_call_id
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.shared_options import Choice
 
 logger = logging.getLogger(__name__)
 
-NAMELESS = "nameless"
-"""A tool that a server's call does not name: there is none, which its model is told."""
 LEAVING_HINT = "Ctrl-C again, Ctrl-D or /exit leaves; /help lists the commands"
 
 
@@ -278,7 +275,7 @@ class Chat:
         tools = self.model.settings.tools
         if self._waits_for_an_answer:
             if tools is not None:
-                self._run_calls(tools)
+                tools.run_all(self.conversation.open_calls, self._take)
             self._answer(self.conversation.messages, lambda: None)
             return
         begun = self.conversation.answered()
@@ -333,15 +330,16 @@ class Chat:
         self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
     ) -> None:
         """An answer, and where it calls tools, what follows from their results, until one calls none. Else as `_stream`."""
-        is_there = self._stream(messages, sent, begun)
-        tools = self.model.settings.tools
-        for _ in range(MAX_ROUNDS):
-            if not is_there or tools is None or not self.conversation.open_calls:
-                return
-            self._run_calls(tools)
-            is_there = self._stream(self.conversation.messages, lambda: None)
-        if is_there and self.conversation.open_calls:
-            raise UsageError(f"the model has called tools {MAX_ROUNDS} times", "/continue lets it go on")
+
+        def called(is_there: bool) -> list[Call]:
+            return self.conversation.open_calls if is_there else []
+
+        def again() -> list[Call]:
+            return called(self._stream(self.conversation.messages, lambda: None))
+
+        calls, tools = called(self._stream(messages, sent, begun)), self.model.settings.tools
+        if tools is not None:
+            tools.follow(calls, self._take, again, "/continue lets it go on")
 
     @property
     def _waits_for_an_answer(self) -> bool:
@@ -349,11 +347,10 @@ class Chat:
         last = self.conversation.last
         return last is not None and (bool(last.calls) or last.role == "tool")
 
-    def _run_calls(self, tools: Toolbox) -> None:
-        """Those of the last answer, one behind the other. Ctrl-C stops them: the model is told so when it is asked again."""
-        for call in self.conversation.open_calls:
-            self.conversation.take_result(call, tools.run(call))
-            self._used = None
+    def _take(self, call: Call, result: str) -> None:
+        """What Ctrl-C stopped has none, which the model is told when it is asked again."""
+        self.conversation.take_result(call, result)
+        self._used = None
 
     def _stream(
         self, messages: Sequence[Message], sent: Callable[[], object], begun: Message | None = None
@@ -392,8 +389,7 @@ class Chat:
         self.statistics = turn.answering.statistics(turn.ended)
         self.num_answers += 1
         self.num_answer_tokens += self.statistics.answer_tokens or 0
-        whole = [each for each in turn.answer.calls if turn.cut is None or is_object(each.arguments)]
-        calls = [Call(each.id or new_call_id(), each.name or NAMELESS, each.arguments) for each in whole]
+        calls = calls_of(turn.answer, is_whole=turn.cut is None)
         self.conversation.answer(content, reasoning=reasoning, cut=turn.cut, model=self.model.lasting_name, calls=calls)
         logger.info("%s", self.statistics.line())
 

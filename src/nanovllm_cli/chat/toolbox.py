@@ -13,14 +13,18 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 from nanovllm_cli.chat.conversation import Call
+from nanovllm_cli.cli.answering import Answer
 from nanovllm_cli.cli.table import shortened
-from nanovllm_cli.errors import NanovllmError
+from nanovllm_cli.errors import NanovllmError, RequestError
+from nanovllm_cli.text.tool_calls import is_object, new_call_id
 
 MAX_RESULT_CHARS = 200_000
 MAX_ROUNDS = 50
 """Of calls behind one message; a model may call tools for ever."""
 
 REFUSED = "The user did not allow this call."
+NAMELESS = "nameless"
+"""A tool that a server's call does not name: there is none, which its model is told."""
 
 
 class Tool(NamedTuple):
@@ -48,13 +52,15 @@ class ToolSource(Protocol):
 @dataclass
 class Toolbox:
     """allowed: names and patterns of names that need no asking. ask: for a person's answer, behind what `show` has shown of the
-    call; None where nobody can be asked. tell: what happens, for who wants to know."""
+    call; None where nobody can be asked. tell: what happens, for who wants to know. after_stop: what goes on with a call that
+    was stopped."""
 
     source: ToolSource
     allowed: Sequence[str] = ()
     ask: Callable[[], str | None] = lambda: None
     show: Callable[[str], None] = lambda line: None
     tell: Callable[[str], None] = lambda line: None
+    after_stop: str = "; /continue goes on with it"
     _always: set[str] = field(default_factory=set, init=False)
 
     @property
@@ -70,6 +76,24 @@ class Toolbox:
     def forget(self) -> None:
         """What a person allowed always was for one conversation."""
         self._always.clear()
+
+    def follow(
+        self, calls: Sequence[Call], take: Callable[[Call, str], object], again: Callable[[], Sequence[Call]], hint: str
+    ) -> None:
+        """Runs an answer's calls, hands each result to `take` and has the model answer `again`, which says what that calls; until
+        it calls nothing. Raises RequestError, with the hint, where that does not end, and KeyboardInterrupt."""
+        for _ in range(MAX_ROUNDS):
+            if not calls:
+                return
+            self.run_all(calls, take)
+            calls = again()
+        if calls:
+            raise RequestError(f"the model has called tools {MAX_ROUNDS} times", hint)
+
+    def run_all(self, calls: Sequence[Call], take: Callable[[Call, str], object]) -> None:
+        """One behind the other."""
+        for call in calls:
+            take(call, self.run(call))
 
     def run(self, call: Call) -> str:
         """What the model is told of its call. Raises KeyboardInterrupt."""
@@ -89,7 +113,7 @@ class Toolbox:
                 return REFUSED
             result = self.source.call(call.name, arguments)
         except KeyboardInterrupt:
-            self.tell(f"{call.name} was stopped; /continue goes on with it")
+            self.tell(f"{call.name} was stopped{self.after_stop}")
             raise
         except NanovllmError as error:
             return self._failed(call, error.message)
@@ -120,6 +144,12 @@ class Toolbox:
     def _failed(self, call: Call, why: str) -> str:
         self.tell(f"{shortened(call.name, 100)} failed: {shortened(' '.join(why.split()), 300)}")
         return _bounded(f"Error: {why}")
+
+
+def calls_of(answer: Answer, *, is_whole: bool) -> list[Call]:
+    """What an answer calls; of one that was cut, what came as a whole."""
+    whole = [each for each in answer.calls if is_whole or is_object(each.arguments)]
+    return [Call(each.id or new_call_id(), each.name or NAMELESS, each.arguments) for each in whole]
 
 
 def _bounded(result: str) -> str:

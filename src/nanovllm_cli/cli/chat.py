@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from datetime import datetime
 from functools import partial
@@ -16,16 +16,16 @@ import typer
 from nanovllm_cli.cli import inputs
 from nanovllm_cli.cli.answer import shows_reasoning
 from nanovllm_cli.cli.chat_options import ChatOptions, SessionOptions
-from nanovllm_cli.cli.command import expand, is_typed
+from nanovllm_cli.cli.command import expand
 from nanovllm_cli.cli.form import FormOptions, refuse_with_beams
 from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import Loaded, find, name_and_words, named_model, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console, one_line
-from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.cli.remote_options import RemoteOptions, named_by_word, only_model
 from nanovllm_cli.cli.sampling_options import SamplingOptions
 from nanovllm_cli.cli.table import aligned
+from nanovllm_cli.cli.tool_options import ToolOptions
 from nanovllm_cli.cli.unused import refuse_beside, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 from nanovllm_cli.folders import state_folder
@@ -54,6 +54,7 @@ def chat(
     model: ModelOptions,
     server: RemoteOptions,
     talk: ChatOptions,
+    tools: ToolOptions,
     sessions: SessionOptions,
     sampling: SamplingOptions,
     form: FormOptions,
@@ -90,31 +91,12 @@ def chat(
         else:
             name, spoken = name_and_words(model, model_word, words or [])
             config = engine.config(model, max_num_seqs=given.get("num_beams", 1), settings=ctx.obj)
-            source = _Local(ctx.obj, name, model, config, screen, bool(talk.mcp))
+            source = _Local(ctx.obj, name, model, config, screen, bool(tools.mcp))
         first = _first_message(talk, spoken)
         kwargs = template_kwargs(ctx, talk.chat_template_kwargs)
-        if talk.allow and not talk.mcp and is_typed(ctx, "allow"):
-            raise UsageError("--allow has no meaning: there are no tools", "--mcp FILE names servers that have some")
-        with _tools(talk, screen) as tools:
-            _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen, tools)
-
-
-@contextlib.contextmanager
-def _tools(talk: ChatOptions, screen: Console) -> Iterator[Toolbox | None]:
-    """Servers of tools run until the conversation is over."""
-    if not talk.mcp:
-        yield None
-        return
-    from nanovllm_cli.chat.mcp_client import McpTools
-    from nanovllm_cli.chat.mcp_servers import read_servers
-    from nanovllm_cli.chat.toolbox import Toolbox
-
-    servers = [server for path in talk.mcp for server in read_servers(path)]
-    screen.announce(f"starting {counted(len(servers), 'server')} of tools")
-    with contextlib.closing(McpTools(servers)) as source:
-        box = Toolbox(source, talk.allow or ())
-        screen.say(f"{counted(len(box.tools), 'tool')}: {', '.join(each.name for each in box.tools)}", "dim")
-        yield box
+        tools.check(ctx)
+        with tools.opened(screen) if tools.mcp else contextlib.nullcontext() as box:
+            _converse(ctx, source, first, talk, kwargs, sessions, given, saved, screen, box)
 
 
 @dataclass

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from nanovllm_cli.cli.answer import ReasoningChoice
-from nanovllm_cli.cli.command import CONVERSATION, PROMPT, SESSIONS, TOOLS, option
+from nanovllm_cli.cli.command import CONVERSATION, PROMPT, SESSIONS, option
 from nanovllm_cli.cli.shared_options import SystemPrompt, TemplateKwargs, Think
 
 Overflow = Literal["error", "shift"]
@@ -49,15 +49,6 @@ class ChatOptions:
         default="error", panel=CONVERSATION,
     )
     chat_template_kwargs: TemplateKwargs = None
-    mcp: list[str] | None = option(
-        "--mcp", "--mcp-config", "--mcp-servers-config",
-        help='Servers of tools that the model may call, as a JSON file of "mcpServers" names them. Repeatable.',
-        panel=TOOLS, metavar="FILE",
-    )
-    allow: list[str] | None = option(
-        "--allow", help="A tool, or a pattern such as 'read_*', that runs without asking. Repeatable. [each call is asked for]",
-        panel=TOOLS, metavar="TOOL",
-    )
 
 
 @dataclass(frozen=True, slots=True)
