@@ -16,16 +16,20 @@ from typing import Any
 
 import pytest
 
+from forked import Terminal
 from nanovllm_cli.chat.conversation import Call, Conversation
 from nanovllm_cli.chat.export import as_json, as_markdown
 from nanovllm_cli.chat.mcp_servers import McpServer, read_servers
 from nanovllm_cli.chat.prompt import NOT_RUN, for_template
-from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, REFUSED, Tool, Toolbox
+from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, MAX_ROUNDS, REFUSED, Tool, Toolbox
+from nanovllm_cli.cli.answer import JsonPrinter
+from nanovllm_cli.cli.answering import Answer, Result, Usage
+from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import RequestError, SessionError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.builtin_templates import builtin_template
-from test_chat_loop import finish, said, say, spawn  # noqa: F401
-from test_cli_driver import nanovllm
+from test_chat_loop import DRIVER, finish, said, say, spawn  # noqa: F401
+from test_cli_driver import environment, nanovllm
 
 CHATML = builtin_template("chatml")
 SERVER = str(Path(__file__).parent / "mcp_server.py")
@@ -553,3 +557,101 @@ def test_what_can_not_be_is_told_first(args: tuple[str, ...], code: int, message
     assert (result.code, result.out) == (code, "")
     assert message in result.err
     assert "loading" not in result.err
+
+
+# ---- run ----
+
+TWO = 'call add {"a": 1, "b": 2}; fail {}'
+
+
+def test_run_calls_what_is_allowed_and_writes_the_last_answer_alone(tools_file: str, tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "caller", "--mcp", tools_file, "--allow", "a*", TWO)
+    assert (result.code, result.out) == (0, f"it said {REFUSED}\n")
+    lines = result.err.splitlines()
+    assert lines[2:5] == [
+        "let me see",
+        'calling add {"a": 1, "b": 2}',
+        "fail was not run: nobody can be asked here; --allow fail lets it run",
+    ]
+    last = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())["messages"]
+    assert [each["role"] for each in last] == ["user", "assistant", "tool", "tool", "assistant"]
+    assert [each["function"]["name"] for each in last[1]["tool_calls"]] == ["add", "fail"]
+    assert [each["content"] for each in last[2:]] == ["3", REFUSED, f"it said {REFUSED}"]
+    assert [each["tool_call_id"] for each in last[2:4]] == [each["id"] for each in last[1]["tool_calls"]]
+    again = nanovllm(tmp_path, "run", "caller", "-q", "--continue", "-p", "say bye")
+    assert (again.code, again.out) == (0, "bye\n")
+
+
+def test_records_of_a_run_have_its_calls(tools_file: str, tmp_path: Path) -> None:
+    calls = [
+        {"name": "add", "arguments": '{"a": 1, "b": 2}', "result": "3"},
+        {"name": "fail", "arguments": "{}", "result": "Error: out of\nluck \x1b[31m"},
+    ]
+    result = nanovllm(tmp_path, "run", "caller", "-q", "--mcp", tools_file, "--allow", "*", "--jsonl", TWO)
+    assert (result.code, result.err) == (0, "")
+    events = [json.loads(line) for line in result.out.splitlines()]
+    at = [number for number, each in enumerate(events) if each["event"] == "call"]
+    assert [events[number] for number in at] == [{"event": "call", "index": 0, **each} for each in calls]
+    texts = ["".join(each["text"] for each in part if each["event"] == "token") for part in (events[: at[0]], events[at[1] :])]
+    assert texts == ["let me see", "it said Error: out of\nluck \x1b[31m"]
+    out = list[str]()
+    printer = JsonPrinter(out.append, "m", reasoning="auto")
+    printer.goes_on("let me see")
+    for each in calls:
+        printer.called(each)
+    printer.finish(Result([Answer(0, "bye")], Usage(1, 0, 1), False), Statistics(*[None] * 7))
+    (answer,) = json.loads("".join(out))["answers"]
+    assert (answer["text"], answer["calls"]) == ("bye", [calls[0] | {"said": "let me see"}, calls[1]])
+
+
+def test_a_run_on_a_terminal_shows_each_answer_as_it_comes(tools_file: str, tmp_path: Path) -> None:
+    args = "run", "caller", "--mcp", "mcp.json", "--allow", "*", 'call add {"a": 1, "b": 2}; sleep {}'
+    child = Terminal(
+        DRIVER[0], [*DRIVER[1:], *args], light=True, cwd=str(tmp_path), env=environment(tmp_path, TERM="dumb"), timeout=30,
+        encoding="utf-8", dimensions=(24, 80),
+    )  # fmt: skip
+    child.expect('let me see\r\n.*calling add {"a": 1, "b": 2}\r\n.*calling sleep')
+    time.sleep(0.3)
+    child.sendintr()
+    child.expect("sleep was stopped\r\n")
+    assert finish(child)[0] == 130
+    last = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())["messages"]
+    assert [each["content"] for each in last[1:]] == ["let me see", "3", NOT_RUN]
+
+
+def test_a_model_that_calls_for_ever_is_stopped() -> None:
+    tools, source, _ = box([], "*")
+    call, taken = Call("1", "write", "{}"), list[str]()
+    with pytest.raises(RequestError) as caught:
+        tools.follow([call], lambda call, result: taken.append(result), lambda: [call, call], "enough")
+    assert (caught.value.message, caught.value.hint) == (f"the model has called tools {MAX_ROUNDS} times", "enough")
+    assert len(taken) == len(source.called) == 2 * MAX_ROUNDS - 1
+    rest = iter([[call]] * (MAX_ROUNDS - 1) + [[]])
+    tools.follow([call], lambda call, result: None, lambda: next(rest), "enough")
+
+
+@pytest.mark.parametrize(
+    ("args", "message"),
+    [
+        (("--allow", "add"), "--allow has no meaning: there are no tools"), (("--mcp", "a", "--raw"), "--mcp and --raw cannot"),
+        (("--mcp", "a", "--batch", "b"), "--mcp and --batch cannot"), (("--mcp", "a", "-N", "2"), "--mcp and -N cannot"),
+        (("--mcp", "a", "--beams", "2"), "--mcp and --beams cannot"), (("--mcp", "a", "--language", "de"), "and --language"),
+        (("--mcp", "a", "--translate"), "--mcp and --translate cannot"), (("--mcp", "nothing.json"), "nothing.json"),
+    ],
+)  # fmt: skip
+def test_what_goes_with_no_tools_is_told_first(args: tuple[str, ...], message: str, tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "caller", *args, "say hi")
+    assert (result.code, result.out) == (2, "")
+    assert message in result.err
+    assert "loading" not in result.err
+
+
+def test_a_model_without_a_template_calls_nothing(tools_file: str, tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "base", "--mcp", tools_file, "say hi")
+    assert (result.code, result.out) == (2, "")
+    assert "base calls no tools: it has no chat template" in result.err
+
+
+def test_the_environment_gives_tools_where_they_have_a_meaning(tmp_path: Path) -> None:
+    result = nanovllm(tmp_path, "run", "caller", "--raw", "say hi", NANOVLLM_MCP="nothing.json", NANOVLLM_ALLOW="add")
+    assert (result.code, result.out) == (0, "hi\n")

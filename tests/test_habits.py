@@ -80,8 +80,7 @@ def test_hints_of_commands_name_commands() -> None:
     assert [each for each in of_ollama if each not in NAMES and habits.command_hint(each, NAMES) is None] == []
     windows = "how a window of -c tokens is read is decided here: leave it out"
     assert habits.option_hint("-b", FLAGS["perplexity"], "perplexity") == windows
-    for command in ("run", "serve"):
-        assert str(habits.option_hint("--mcp-servers-config", FLAGS[command], command)).startswith("chat --mcp FILE")
+    assert str(habits.option_hint("--mcp-servers-config", FLAGS["serve"], "serve")).startswith("run and chat --mcp FILE")
     assert habits.command_hint("version") == "here it is nanovllm --version"
 
 

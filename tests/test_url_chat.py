@@ -72,9 +72,17 @@ def test_a_servers_model_calls_tools_that_run_here(tmp_path: Path) -> None:
     entry = {"command": sys.executable, "args": [server_file, "add"]}
     (tmp_path / "mcp.json").write_text(json.dumps({"mcpServers": {"sums": entry}}))
     with OpenAIServer(calling, ("one",)) as running:
-        done = chat(tmp_path, running, "go", args=("-q", "one", "--mcp", "mcp.json", "--allow", "add"))
-    assert (done.code, done.out) == (0, "it said 7\n"), done.err
-    first, second = (reply.request.body for reply in running.replies)
+        tools = "-q", "one", "--mcp", "mcp.json", "--allow", "add"
+        done = chat(tmp_path, running, "go", args=tools)
+        ran = nanovllm(tmp_path, "run", "--url", running.url, *tools, "go")
+    assert (done.code, done.out) == (ran.code, ran.out) == (0, "it said 7\n"), done.err + ran.err
+    first, second, *of_run = (reply.request.body for reply in running.replies)
+    assert [each["tools"] for each in of_run] == [first["tools"]] * 2
+    for at in (1, 2, 3):
+        theirs, ours = (body["messages"][at] for body in (second, of_run[1]))
+        assert (theirs.keys(), theirs["content"]) == (ours.keys(), ours["content"])
+    _, called, *given = of_run[1]["messages"]
+    assert [each["id"] for each in called["tool_calls"]] == [each["tool_call_id"] for each in given]
     assert [each["function"]["name"] for each in first["tools"]] == ["add"]
     _, answer, *results = second["messages"]
     ids = [each["id"] for each in answer["tool_calls"]]

@@ -33,6 +33,14 @@ class Printer(ABC):
         """As they come."""
         return
 
+    def goes_on(self, content: str) -> None:
+        """An answer that has come is not the last: it calls tools, and said this before. Others follow, and their pieces."""
+        return
+
+    def called(self, call: records.Record) -> None:
+        """One of these calls has a result."""
+        return
+
     @abstractmethod
     def finish(self, result: Result, statistics: records.Statistics) -> None: ...
 
@@ -42,12 +50,19 @@ class Printer(ABC):
 
 
 class TextPrinter(Printer):
-    """The answer as it is. The first of several answers streams, the others follow after a line of three dashes."""
+    """The answer as it is. The first of several answers streams, the others follow after a line of three dashes.
 
-    def __init__(self, console: Console, write: Write, *, reasoning: ReasoningChoice, extract: bool) -> None:
+    holds: until its end, as nobody knows before whether an answer is the last one; what others say goes to stderr.
+    """
+
+    def __init__(
+        self, console: Console, write: Write, *, reasoning: ReasoningChoice, extract: bool, holds: bool = False
+    ) -> None:
         self._console = console
         self._write = write
         self._extract = extract
+        self._holds = holds and not extract
+        self._held = ""
         self._shows_reasoning = shows_reasoning(reasoning, console)
         self._last = "\n"
 
@@ -56,10 +71,20 @@ class TextPrinter(Printer):
             if piece.answer.index == 0:
                 if piece.reasoning and self._shows_reasoning:
                     self._console.aside(piece.reasoning)
-                if not self._extract:
+                if self._holds:
+                    self._held += piece.content
+                elif not self._extract:
                     self._put(piece.content)
 
+    def goes_on(self, content: str) -> None:
+        self._held = ""
+        if not (self._holds or self._extract):
+            self._end_line()
+        elif content and not self._console.quiet:
+            self._console.aside(content if content.endswith("\n") else f"{content}\n")
+
     def finish(self, result: Result, statistics: records.Statistics) -> None:
+        self._put(self._held)
         for answer in result.answers:
             if answer.index > 0:
                 self._end_line()
@@ -72,7 +97,7 @@ class TextPrinter(Printer):
 
     def cut(self, held_back: str) -> None:
         if not self._extract:
-            self._put(held_back)
+            self._put(self._held + held_back)
             self._end_line()
 
     def _put_code(self, content: str) -> None:
@@ -101,15 +126,26 @@ class JsonPrinter(Printer):
         self._write = write
         self._name = name
         self._keeps_reasoning = reasoning != "hide"
+        self._calls: list[records.Record] = []
+        self._said = ""
+
+    def goes_on(self, content: str) -> None:
+        self._said = content
+
+    def called(self, call: records.Record) -> None:
+        self._calls.append(call | ({"said": self._said} if self._said else {}))
+        self._said = ""
 
     def finish(self, result: Result, statistics: records.Statistics) -> None:
         record = records.result_record(result, self._name, keeps_reasoning=self._keeps_reasoning)
+        if self._calls:
+            record["answers"][0]["calls"] = self._calls
         self._write(records.dumps(record | {"statistics": records.statistics_record(statistics)}) + "\n")
 
 
 class JsonLinesPrinter(Printer):
-    """An event for each step of each answer, then an "end" event with how it ended and the statistics. name: the model's.
-    splits: whether reasoning is told apart."""
+    """An event for each step of each answer and for each call of a tool, then an "end" event with how it ended and the
+    statistics. name: the model's. splits: whether reasoning is told apart."""
 
     def __init__(self, write: Write, name: str, *, splits: bool, reasoning: ReasoningChoice) -> None:
         self._write = write
@@ -129,6 +165,9 @@ class JsonLinesPrinter(Printer):
             if piece.segments is not None:
                 event["segments"] = piece.segments
             self._write(records.dumps(event) + "\n")
+
+    def called(self, call: records.Record) -> None:
+        self._write(records.dumps({"event": "call", "index": 0, **call}) + "\n")
 
     def finish(self, result: Result, statistics: records.Statistics) -> None:
         record = {"event": "end", **records.end_record(result, self._name)}

@@ -13,6 +13,8 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'nanovllm run tiny -q --json "Hello" </dev/null >answer.json': "In a script: nothing is read or asked.",
         "nanovllm run tiny --batch prompts.jsonl -o results.jsonl": "A file of prompts at once; resumable.",
         'nanovllm run tiny --continue "And then?"': "The next turn of the last run.",
+        "nanovllm run tiny --mcp servers.json --allow 'read_*' \"What is in notes.txt?\"":
+            "With tools of MCP servers; what no --allow covers is not run.",
         'nanovllm run --url http://127.0.0.1:8080 "Once upon a time"':
             "Asks a server: nanovllm serve, or any that is compatible with OpenAI's.",
         'nanovllm run tiny --lora adapter "Once upon a time"': "With an adapter: a folder of PEFT's, or a .gguf file.",

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records
 from nanovllm_cli.cli.answering import Answer, Answering, Answers, Given, Piece, Result, Results, Settled, Usage
-from nanovllm_cli.cli.model import Loaded, MakeSplitter, Prompting, Splitter, load
+from nanovllm_cli.cli.model import Loaded, MakeSplitter, Prompting, Splitter, find
 from nanovllm_cli.cli.question import Question
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, RequestError, UsageError
 from nanovllm_cli.vision_spec import TokenIds
@@ -148,11 +148,13 @@ def open_local(
     think: Choice | None,
     kwargs: dict[str, Any],
     prompt_cache: PromptCache | None = None,
+    tools: Sequence[Mapping[str, Any]] = (),
 ) -> LocalAnswerer:
-    """Loads a model. Raises NanovllmError, and UsageError where something was asked for that only a template could give."""
-    loaded = load(name, options, config, screen)
+    """Loads a model. tools: that it may call, in OpenAI's form. Raises NanovllmError, and UsageError where something was asked
+    for that only a template could give."""
+    loaded = find(name, options, config, screen, shows_calls=bool(tools))()
     try:
-        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs), config, prompt_cache)
+        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs, tools), config, prompt_cache)
     except BaseException:
         loaded.llm.close()
         raise

@@ -291,7 +291,7 @@ EXPLAINED = {
     ("--keepalive",): "nothing stays in memory behind a command; a server keeps its models, or as --sleep-idle says",
     ("--tools", "--agent", "-ag", "--no-agent", "-no-ag", "--tools-runtime", "--mcp-servers-json",
      "--ui-mcp-proxy", "--no-ui-mcp-proxy", "--webui-mcp-proxy", "--no-webui-mcp-proxy", "--tool-server", "-T", "--tool",
-     "--functions"): "chat --mcp FILE has tools; with a server they are run by the client that offers them",
+     "--functions"): "run and chat --mcp FILE have tools; with a server they are run by the client that offers them",
     ("--generation-config", "--override-generation-config"):
         "sampling options such as --temp count where a request says nothing, before the model's own",
     ("--config",): "settings stand in nanovllm.toml and in ~/.config/nanovllm/config.toml; nanovllm config shows them",
@@ -347,7 +347,7 @@ EXPLAINED = {
 }  # fmt: skip
 """What has no option of ours."""
 
-_MCP = "chat --mcp FILE has tools; with a server they are run by the client that offers them"
+_MCP = "run and chat --mcp FILE have tools; with a server they are run by the client that offers them"
 _NOTHING_DRAWN = "no text is drawn here: leave it out"
 _A_FORM = "a request says what form its answer has: response_format, or json_schema, grammar, structured_outputs"
 THERE: dict[str, dict[tuple[str, ...], str]] = {
@@ -366,7 +366,6 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("--clip-timestamps", "--offset-t", "--duration"): "cut a sound beforehand: ffmpeg -ss 60 -t 30 -i FILE part.wav",
         ("-di", "--diarize", "-tdrz", "--tinydiarize"): "who speaks is not told",
         ("-et", "--entropy-thold"): "here it is --compression-ratio-threshold, a number of another kind",
-        ("--mcp-servers-config",): _MCP,
         ("--suppress-tokens", "--suppress-nst"): "what is never written follows from the model's files: leave it out",
     },
     "serve": {

@@ -1,12 +1,14 @@
 """The shapes of `--json`, `--jsonl` and `--batch`, and the statistics of a run.
 
 --json     {"model", "answers": [answer, …], "usage", "statistics"}
---jsonl    {"event": "token", "index", "text", "token_ids"} for each step,
+--jsonl    {"event": "token", "index", "text", "token_ids"} for each step, {"event": "call", "index", and what a call has},
            then {"event": "end"} with what --json has but for texts
 --batch    {"id", "line", "model", "answers", "usage", "key"}, and "prompt_logprobs" where a line asks for them,
            or {"id", "line", "error": {"type", "message"}, "key"}
 answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
-           and "reasoning", "logprobs", "language", "segments" where there are any
+           and "reasoning", "logprobs", "language", "segments", "calls" where there are any
+call       {"name", "arguments", "result"} of a tool, before the answer; "arguments" as the model wrote them, JSON as a rule. With
+           --json "said": the text of the answer that it is in, with the first of these calls
 segment    {"start", "end", "text"} of a transcript, in seconds, how it was found, and "words" where they are asked for
 """
 

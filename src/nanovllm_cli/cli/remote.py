@@ -131,13 +131,15 @@ class RemoteAnswering(Answering):
 
 @dataclass(frozen=True, slots=True)
 class RemoteAnswerer:
-    """A server's model. raw: prompts as they are, without the server's chat template. tells_reading: see ServedModel."""
+    """A server's model. raw: prompts as they are, without the server's chat template. tells_reading: see ServedModel. tools:
+    that it may call, in OpenAI's form."""
 
     endpoint: Endpoint
     name: str
     raw: bool = False
     template_kwargs: Mapping[str, Any] = field(default_factory=dict)
     tells_reading: bool = False
+    tools: Sequence[Mapping[str, Any]] = ()
 
     @property
     def chats(self) -> bool:
@@ -193,8 +195,10 @@ class RemoteAnswerer:
             return TEXT, text_body(self.name, question.text, given, tells_reading=tells_reading)
         if self.raw:
             raise UsageError("messages need a chat template, and --raw leaves it out", "use prompt, or leave --raw out")
-        kwargs = self.template_kwargs
-        return CHAT, chat_body(self.name, question.messages, given, template_kwargs=kwargs, tells_reading=tells_reading)
+        return CHAT, chat_body(
+            self.name, question.messages, given, template_kwargs=self.template_kwargs, tells_reading=tells_reading,
+            tools=self.tools,
+        )  # fmt: skip
 
     async def _all(
         self, questions: Iterable[tuple[int, Question, Given]]

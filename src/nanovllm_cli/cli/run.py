@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -28,6 +28,7 @@ from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.run_answer import answer_one
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
+from nanovllm_cli.cli.tool_options import ToolOptions
 from nanovllm_cli.cli.transcript_options import TranscriptOptions
 from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
@@ -37,6 +38,8 @@ if TYPE_CHECKING:
     from nanovllm_cli.client.endpoint import Endpoint
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
+OfTools = Sequence[Mapping[str, Any]]
+"""Tools in OpenAI's form."""
 
 
 @expand
@@ -52,6 +55,7 @@ def run(
     prompt: PromptOptions,
     sampling: AnswersOptions,
     form: FormOptions,
+    tools: ToolOptions,
     transcript: TranscriptOptions,
     engine: EngineOptions,
     output: OutputOptions,
@@ -68,6 +72,7 @@ def run(
     refuse_with_beams(given)
     wishes = transcript.wishes()
     _refuse_contradictions(prompt, output, wishes)
+    has_tools = _has_tools(ctx, tools, prompt, given, wishes)
     if not (output.json or output.jsonl or prompt.batch is not None):
         refuse_typed(ctx, ("logprobs",), "has no place in plain text", "add --json, --jsonl or --batch")
         given.pop("logprobs", None)
@@ -97,11 +102,11 @@ def run(
         name = named_model(ctx.obj, name, EXAMPLE)
         cache = prompt_cache(prompt.prompt_cache, is_read_only=prompt.prompt_cache_ro)
 
-        def answerer() -> Answerer:
+        def answerer(offered: OfTools) -> Answerer:
             try:
                 return open_local(
                     name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs,
-                    prompt_cache=cache,
+                    prompt_cache=cache, tools=offered,
                 )  # fmt: skip
             except ModelNotFoundError as error:
                 if last is not None and name == model_word:
@@ -111,8 +116,8 @@ def run(
                     error.hint = "the last run was with it: if it was a server's, say --url; or else, name another with -m"
                 raise
 
-    def opened() -> Answerer:
-        found = answerer()
+    def opened(offered: OfTools) -> Answerer:
+        found = answerer(offered)
         for note in sampling_notes(ctx, *found.settled(given)):
             screen.say(note, "dim")
         return found
@@ -131,7 +136,7 @@ def run(
         settings = {"raw": prompt.raw, "think": prompt.think, "kwargs": kwargs, "chat_template": model.chat_template}
         _run_batch(prompt.batch, asked, settings, prompt, output, screen)
     else:
-        _run_one(asked, prompt, wishes, output, screen)
+        _run_one(asked, prompt, wishes, output, screen, tools if has_tools else None)
 
 
 def _is_said(word: str) -> bool:
@@ -141,11 +146,12 @@ def _is_said(word: str) -> bool:
 
 @dataclass(frozen=True, slots=True)
 class _Asked:
-    """What the options come to, once they are checked. ctx: of the command. answerer: opens whoever answers, which may take long.
-    given: fields of SamplingParams. last: the run to go on from. model_word: the argument that names the model, if one does."""
+    """What the options come to, once they are checked. ctx: of the command. answerer: opens whoever answers, and may call tools,
+    which may take long. given: fields of SamplingParams. last: the run to go on from. model_word: the argument that names the
+    model, if one does."""
 
     ctx: typer.Context
-    answerer: Callable[[], Answerer]
+    answerer: Callable[[OfTools], Answerer]
     words: list[str]
     given: dict[str, Any]
     system: str | None
@@ -156,7 +162,7 @@ class _Asked:
 
 def _remote(
     endpoint: Endpoint, model: ModelOptions, words: list[str], prompt: PromptOptions, kwargs: dict[str, Any]
-) -> tuple[Callable[[], Answerer], list[str]]:
+) -> tuple[Callable[[OfTools], Answerer], list[str]]:
     """One of a server's models, and the words that are the prompt's."""
     from nanovllm_cli.cli.remote import RemoteAnswerer, waited_for
     from nanovllm_cli.cli.remote_options import named_by_word, only_model
@@ -172,11 +178,16 @@ def _remote(
         tells_reading = any(each.tells_reading for each in served if each.id == name)
     thinks = None if prompt.think is None else prompt.think == "on"
     answerer = RemoteAnswerer(endpoint, name, prompt.raw, {**thinking_variables(thinks), **kwargs}, tells_reading)
-    return lambda: answerer, spoken
+    return lambda offered: dataclasses.replace(answerer, tools=offered), spoken
 
 
 def _run_one(
-    asked: _Asked, prompt: PromptOptions, wishes: TranscriptWishes, output: OutputOptions, screen: Console
+    asked: _Asked,
+    prompt: PromptOptions,
+    wishes: TranscriptWishes,
+    output: OutputOptions,
+    screen: Console,
+    tools: ToolOptions | None,
 ) -> None:
     last = asked.last
     seen, heard, watched = prompt.image or [], prompt.audio or [], prompt.video or []
@@ -188,7 +199,13 @@ def _run_one(
         raise UsageError(f"there is no prompt{taken}", f"{EXAMPLE}; nanovllm chat is the conversation")
     with contextlib.ExitStack() as stack:
         file = stack.enter_context(WholeFile(asked.path)) if asked.path is not None else None
-        answerer = stack.enter_context(contextlib.closing(asked.answerer()))
+        box = stack.enter_context(tools.opened(screen)) if tools is not None else None
+        if box is not None:
+            box.after_stop = ""
+        answerer = stack.enter_context(contextlib.closing(asked.answerer(box.for_template() if box is not None else ())))
+        if box is not None and not answerer.chats:
+            why = "it writes down sounds" if answerer.dictates else "it has no chat template, which would tell it of them"
+            raise UsageError(f"{answerer.name} calls no tools: {why}", "leave --mcp out, or take another model")
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
         if answerer.reads_alone and last is not None:
@@ -209,7 +226,7 @@ def _run_one(
             question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
         files.clear()  # which may be gigabytes
         screen.status("reading the prompt")
-        answer_one(answerer, question, asked.given, output, screen, file)
+        answer_one(answerer, question, asked.given, output, screen, file, box)
 
 
 def _run_batch(
@@ -235,8 +252,28 @@ def _run_batch(
     )
     lines = batch.read_lines(source, screen)
     opened = Results(asked.path, output.overwrite, len(lines), screen.answer)  # before anything slow happens
-    with opened as results, contextlib.closing(asked.answerer()) as answerer:
+    with opened as results, contextlib.closing(asked.answerer(())) as answerer:
         batch.run_batch(answerer, options, lines, results, screen)
+
+
+def _has_tools(
+    ctx: typer.Context, tools: ToolOptions, prompt: PromptOptions, given: Mapping[str, Any], wishes: TranscriptWishes
+) -> bool:
+    """Whether the model may call any. Raises UsageError where they were typed beside what they do not go with; what the
+    environment says of them is for where they have a meaning."""
+    tools.check(ctx)
+    others = {
+        "--batch": prompt.batch is not None,
+        "--raw": prompt.raw,
+        "-N": given.get("n", 1) > 1,
+        "--beams": given.get("num_beams", 1) > 1,
+        (wishes.flags or ["--language"])[0]: wishes != TranscriptWishes(),
+    }
+    against = [flag for flag, is_there in others.items() if is_there]
+    if tools.mcp and against and is_typed(ctx, "mcp"):
+        what = f"--mcp and {against[0]} cannot be used together"
+        raise UsageError(what, "tools are called on the way to one answer, of a model that chats")
+    return bool(tools.mcp) and not against
 
 
 def _refuse_contradictions(prompt: PromptOptions, output: OutputOptions, wishes: TranscriptWishes) -> None:

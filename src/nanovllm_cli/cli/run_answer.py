@@ -1,4 +1,8 @@
-"""One answer of `run` on its way to where it belongs: screen, pipe or file; and what is kept and said of it at its end."""
+"""One answer of `run` on its way to where it belongs: screen, pipe or file; and what is kept and said of it at its end.
+
+With tools it is the last of several, each of which is the answer to what the calls of the one before gave. Before its end nobody
+knows which is the last: a terminal sees each as it comes, what programs read is held back until then.
+"""
 
 from __future__ import annotations
 
@@ -10,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import answer as answers
 from nanovllm_cli.cli import history, signals
+from nanovllm_cli.cli.history import Message
 from nanovllm_cli.cli.log import ON_SCREEN
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import PromptProgress, counted
@@ -18,6 +23,8 @@ from nanovllm_cli.cli.run_options import OutputOptions
 from nanovllm_cli.errors import RequestError
 
 if TYPE_CHECKING:
+    from nanovllm_cli.chat.conversation import Call
+    from nanovllm_cli.chat.toolbox import Toolbox
     from nanovllm_cli.cli.answering import Answer, Answerer, Answering
     from nanovllm_cli.cli.files import WholeFile
 
@@ -33,64 +40,152 @@ def answer_one(
     options: OutputOptions,
     screen: Console,
     file: WholeFile | None,
+    tools: Toolbox | None = None,
 ) -> None:
-    """Streams the answer to where it belongs."""
-    answering = answerer.ask(question, given)
-    printer = _printer(options, screen, file.write if file is not None else screen.answer, answerer.name, answering)
-    streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
-    status = _Status(screen, hidden=file is not None or options.json or options.extract or not streams)
+    """Streams the answer to where it belongs. Where it calls tools they run, and another one answers what they give, until one
+    calls none."""
+    run = _Run(answerer, question, given, options, screen, file, holds=tools is not None)
     try:
-        with contextlib.closing(answering):
-            for pieces in answering:
-                signals.check()
-                status.show(answering)
-                printer.step(pieces)
-    except BaseException:
-        if answerer.dictates and not answering.finished:
-            _keep_heard(answering, printer, screen, file)
-        raise
+        calls = run.stream()
+        if tools is not None:
+            tools.follow(calls, run.take, run.again, "fewer tools, or a prompt that says when it is done, may end it")
     finally:
+        run.save()
+    run.finish()
+
+
+class _Run:
+    """A prompt, and the present one of the answers that follow from it. holds: what programs read, until it is known to be of the
+    last one."""
+
+    def __init__(
+        self,
+        answerer: Answerer,
+        question: Question,
+        given: dict[str, Any],
+        options: OutputOptions,
+        screen: Console,
+        file: WholeFile | None,
+        *,
+        holds: bool,
+    ) -> None:
+        self._answerer, self._question, self._given = answerer, question, given
+        self._options, self._screen, self._file = options, screen, file
+        self._answering = answerer.ask(question, given)
+        self._calls: list[Call] = []
+        self._results: dict[str, str] = {}
+        self._has_called = False
+        holds = holds and not (screen.out.is_terminal and file is None)
+        streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
+        self._hidden = holds or file is not None or options.json or options.extract or not streams
+        write = file.write if file is not None else screen.answer
+        self._printer = _printer(options, screen, write, answerer.name, self._answering, holds=holds)
+
+    def stream(self) -> list[Call]:
+        """The present answer, and what it calls."""
+        answering, printer, screen = self._answering, self._printer, self._screen
+        status = _Status(screen, hidden=self._hidden)
+        try:
+            with contextlib.closing(answering):
+                for pieces in answering:
+                    signals.check()
+                    status.show(answering)
+                    printer.step(pieces)
+        except BaseException:
+            if self._answerer.dictates and not answering.finished:
+                _keep_heard(answering, printer, screen, self._file)
+            raise
+        finally:
+            if not answering.finished:
+                printer.cut(answering.flush())
+                screen.end_answer()
         if not answering.finished:
-            printer.cut(answering.flush())
+            raise RequestError("the engine gave no answer", "run it again with --debug")
+        self._calls = _calls_of(answering.answers.first)
+        if self._calls:
+            printer.goes_on(answering.answers.first.content)
             screen.end_answer()
-        if answering.began and not options.no_save:
-            _save(answerer, question, answering.answers.first.content)
-    if not answering.finished:
-        raise RequestError("the engine gave no answer", "run it again with --debug")
-    statistics = answering.statistics(time.monotonic())
-    try:
-        printer.finish(answering.result, statistics)
-    finally:
-        screen.end_answer()
-    if file is not None:
-        file.commit()
-    answers = answering.result.answers
-    for answer in answers:
-        answer.check()
-    if "max_tokens" not in given and any(answer.finish_reason == "length" for answer in answers):
-        screen.say(f"cut off: {answerer.limit(given)}", "dim")
-    elif any(answer.finish_reason == "repetition" for answer in answers):
-        screen.say("cut off where it repeated itself: --max-repeats 0 lets it", "dim")
-    elif _is_hidden(answers, options, screen):
-        screen.say("cut off while it reasoned: a larger -n leaves room for an answer, --reasoning show shows the rest", "dim")
-    elif question.goes_on and not any(answer.content for answer in answers):
-        screen.say("nothing follows: that answer was at its end; -p TEXT says something to it", "dim")
-    shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
-    logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
-    if shows:
-        screen.line(statistics.line(), "dim")
+            logger.info("%s", answering.statistics(time.monotonic()).line())
+        return self._calls
+
+    def take(self, call: Call, result: str) -> None:
+        self._results[call.id] = result
+        self._printer.called({"name": call.name, "arguments": call.arguments, "result": result})
+
+    def again(self) -> list[Call]:
+        """The next answer, which has the results."""
+        question = Question(self._said())
+        self._screen.status("reading the results")
+        self._answering, self._question = self._answerer.ask(question, self._given), question
+        self._calls, self._results, self._has_called = [], {}, True
+        return self.stream()
+
+    def save(self) -> None:
+        """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
+        if self._options.no_save or not (self._answering.began or self._has_called):
+            return
+        beside: dict[str, Any] = {"lora": self._answerer.adapters, "changes": self._answerer.changes}
+        if self._question.messages is None:
+            text = self._question.text + self._answering.answers.first.content
+            history.save(history.LastRun(self._answerer.name, text=text, **beside))
+        else:
+            history.save(history.LastRun(self._answerer.name, messages=self._said(), **beside))
+
+    def finish(self) -> None:
+        """The end of the last answer. Raises what failed in it."""
+        answering, options, screen = self._answering, self._options, self._screen
+        statistics = answering.statistics(time.monotonic())
+        try:
+            self._printer.finish(answering.result, statistics)
+        finally:
+            screen.end_answer()
+        if self._file is not None:
+            self._file.commit()
+        found = answering.result.answers
+        for answer in found:
+            answer.check()
+        if "max_tokens" not in self._given and any(answer.finish_reason == "length" for answer in found):
+            screen.say(f"cut off: {self._answerer.limit(self._given)}", "dim")
+        elif any(answer.finish_reason == "repetition" for answer in found):
+            screen.say("cut off where it repeated itself: --max-repeats 0 lets it", "dim")
+        elif _is_hidden(found, options, screen):
+            hint = "a larger -n leaves room for an answer, --reasoning show shows the rest"
+            screen.say(f"cut off while it reasoned: {hint}", "dim")
+        elif self._question.goes_on and not any(answer.content for answer in found):
+            screen.say("nothing follows: that answer was at its end; -p TEXT says something to it", "dim")
+        shows = options.stats if options.stats is not None else not (screen.quiet or options.json or options.jsonl)
+        logger.info("%s", statistics.line(), extra={ON_SCREEN: shows})
+        if shows:
+            screen.line(statistics.line(), "dim")
+
+    def _said(self) -> list[Message]:
+        """The conversation, with the present answer and what came of its calls: no template is to meet one without a result."""
+        messages = list(self._question.messages or ())
+        if not self._answering.began:
+            return messages
+        before = str(messages.pop().get("content") or "") if self._question.goes_on else ""
+        answer = self._answering.answers.first
+        said: Message = {"role": "assistant", "content": before + answer.content}
+        if not self._calls:
+            return [*messages, said]
+        from nanovllm_cli.chat.prompt import NOT_RUN
+
+        if answer.reasoning:
+            said["reasoning_content"] = answer.reasoning
+        said["tool_calls"] = [each.for_template() for each in self._calls]
+        results: list[Message] = [
+            {"role": "tool", "content": self._results.get(each.id, NOT_RUN), "tool_call_id": each.id, "name": each.name}
+            for each in self._calls
+        ]
+        return [*messages, said, *results]
 
 
-def _save(answerer: Answerer, question: Question, content: str) -> None:
-    """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
-    beside: dict[str, Any] = {"lora": answerer.adapters, "changes": answerer.changes}
-    if question.messages is None:
-        history.save(history.LastRun(answerer.name, text=question.text + content, **beside))
-        return
-    messages = list(question.messages)
-    before = str(messages.pop().get("content") or "") if question.goes_on else ""
-    answer = {"role": "assistant", "content": before + content}
-    history.save(history.LastRun(answerer.name, messages=[*messages, answer], **beside))
+def _calls_of(answer: Answer) -> list[Call]:
+    if not answer.calls or answer.finish_reason == "error":
+        return []
+    from nanovllm_cli.chat.toolbox import calls_of
+
+    return calls_of(answer, is_whole=answer.finish_reason not in ("length", "repetition"))
 
 
 def _keep_heard(answering: Answering, printer: answers.Printer, screen: Console, file: WholeFile | None) -> None:
@@ -112,14 +207,14 @@ def _is_hidden(found: Sequence[Answer], options: OutputOptions, screen: Console)
 
 
 def _printer(
-    options: OutputOptions, screen: Console, write: answers.Write, name: str, answering: Answering
+    options: OutputOptions, screen: Console, write: answers.Write, name: str, answering: Answering, *, holds: bool
 ) -> answers.Printer:
     if options.json:
         return answers.JsonPrinter(write, name, reasoning=options.reasoning)
     if options.jsonl:
         splits = answering.result.splits
         return answers.JsonLinesPrinter(write, name, splits=splits, reasoning=options.reasoning)
-    return answers.TextPrinter(screen, write, reasoning=options.reasoning, extract=options.extract)
+    return answers.TextPrinter(screen, write, reasoning=options.reasoning, extract=options.extract, holds=holds)
 
 
 class _Status:

@@ -46,6 +46,6 @@ class ToolOptions:
         servers = [server for path in self.mcp or () for server in read_servers(path)]
         screen.announce(f"starting {counted(len(servers), 'server')} of tools")
         with contextlib.closing(McpTools(servers)) as source:
-            box = Toolbox(source, self.allow or ())
+            box = Toolbox(source, self.allow or (), tell=lambda line: screen.say(line, "dim"))
             screen.say(f"{counted(len(box.tools), 'tool')}: {', '.join(each.name for each in box.tools)}", "dim")
             yield box
