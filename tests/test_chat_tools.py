@@ -22,8 +22,9 @@ from nanovllm_cli.chat.export import as_json, as_markdown
 from nanovllm_cli.chat.mcp_servers import McpServer, read_servers
 from nanovllm_cli.chat.prompt import NOT_RUN, for_template
 from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, MAX_ROUNDS, REFUSED, Tool, Toolbox
-from nanovllm_cli.cli.answer import JsonPrinter
-from nanovllm_cli.cli.answering import Answer, Result, Usage
+from nanovllm_cli.cli.answer import JsonPrinter, TextPrinter
+from nanovllm_cli.cli.answering import Answer, Piece, Result, Usage
+from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.errors import RequestError, SessionError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
@@ -607,16 +608,42 @@ def test_records_of_a_run_have_its_calls(tools_file: str, tmp_path: Path) -> Non
 def test_a_run_on_a_terminal_shows_each_answer_as_it_comes(tools_file: str, tmp_path: Path) -> None:
     args = "run", "caller", "--mcp", "mcp.json", "--allow", "*", 'call add {"a": 1, "b": 2}; sleep {}'
     child = Terminal(
-        DRIVER[0], [*DRIVER[1:], *args], light=True, cwd=str(tmp_path), env=environment(tmp_path, TERM="dumb"), timeout=30,
+        DRIVER[0], [*DRIVER[1:], *args], light=True, cwd=str(tmp_path), env=environment(tmp_path, TERM="xterm"), timeout=30,
         encoding="utf-8", dimensions=(24, 80),
     )  # fmt: skip
-    child.expect('let me see\r\n.*calling add {"a": 1, "b": 2}\r\n.*calling sleep')
+    child.expect("let me see\r\n")
+    assert not str(child.before).endswith("\x1b[2m"), "dimmed as what goes to stderr"
+    child.expect('calling add {"a": 1, "b": 2}.*calling sleep')
     time.sleep(0.3)
     child.sendintr()
-    child.expect("sleep was stopped\r\n")
+    child.expect("sleep was stopped\x1b")
     assert finish(child)[0] == 130
     last = json.loads((tmp_path / ".local/state/nanovllm/last-run.json").read_text())["messages"]
     assert [each["content"] for each in last[1:]] == ["let me see", "3", NOT_RUN]
+
+
+@pytest.mark.parametrize("quiet", [False, True])
+def test_what_is_held_is_written_once(quiet: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    console, out, aside = Console(), list[str](), list[str]()
+    console.quiet = quiet
+    monkeypatch.setattr(console, "aside", aside.append)
+
+    def printer(*, extract: bool = False) -> TextPrinter:
+        made = TextPrinter(console, out.append, reasoning="hide", extract=extract, holds=True)
+        for said in ("```\na\n```", ""):
+            made.step([Piece(Answer(0), "", said, None, None)])
+            made.goes_on(said)
+        made.step([Piece(Answer(0), "", "by", None, None)])
+        return made
+
+    assert (printer(), out) and out == []
+    printer().cut("e")
+    assert "".join(out) == "bye\n"
+    out.clear()
+    result = Result([Answer(0, "```\nb\n```")], Usage(1, 0, 1), False)
+    printer(extract=True).finish(result, Statistics(*[None] * 7))
+    assert "".join(out) == "b\n"
+    assert aside == ([] if quiet else ["```\na\n```\n"] * 3)
 
 
 def test_a_model_that_calls_for_ever_is_stopped() -> None:
