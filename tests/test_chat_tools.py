@@ -630,20 +630,21 @@ def test_what_is_held_is_written_once(quiet: bool, monkeypatch: pytest.MonkeyPat
 
     def printer(*, extract: bool = False) -> TextPrinter:
         made = TextPrinter(console, out.append, reasoning="hide", extract=extract, holds=True)
-        for said in ("```\na\n```", ""):
-            made.step([Piece(Answer(0), "", said, None, None)])
-            made.goes_on(said)
+        for text in ("```\na\n```", ""):
+            made.step([Piece(Answer(0), "", text, None, None)])
+            made.goes_on(text)
         made.step([Piece(Answer(0), "", "by", None, None)])
         return made
 
-    assert (printer(), out) and out == []
-    printer().cut("e")
+    begun = printer()
+    assert out == []
+    begun.cut("e")
     assert "".join(out) == "bye\n"
     out.clear()
     result = Result([Answer(0, "```\nb\n```")], Usage(1, 0, 1), False)
     printer(extract=True).finish(result, Statistics(*[None] * 7))
     assert "".join(out) == "b\n"
-    assert aside == ([] if quiet else ["```\na\n```\n"] * 3)
+    assert aside == ([] if quiet else ["```\na\n```\n"] * 2)
 
 
 def test_a_model_that_calls_for_ever_is_stopped() -> None:
