@@ -10,7 +10,7 @@ import signal
 import sys
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +26,8 @@ from nanovllm_cli.cli.answer import JsonPrinter, TextPrinter
 from nanovllm_cli.cli.answering import Answer, Piece, Result, Usage
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.records import Statistics
-from nanovllm_cli.errors import RequestError, SessionError, UsageError
+from nanovllm_cli.cli.tool_options import ToolOptions
+from nanovllm_cli.errors import DoesNotFitError, RequestError, SessionError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.builtin_templates import builtin_template
 from test_chat_loop import DRIVER, finish, said, say, spawn  # noqa: F401
@@ -347,7 +348,7 @@ def test_a_server_that_does_not_come_is_told(server: McpServer, message: str, hi
     from nanovllm_cli.chat.mcp_client import McpTools
 
     with pytest.raises(UsageError) as caught:
-        McpTools([server])
+        McpTools([server]).wait()
     assert message in caught.value.message
     assert (hint or "") in (caught.value.hint or "")
     assert not [each for each in threading.enumerate() if each.name == "mcp"]
@@ -683,3 +684,60 @@ def test_a_model_without_a_template_calls_nothing(tools_file: str, tmp_path: Pat
 def test_the_environment_gives_tools_where_they_have_a_meaning(tmp_path: Path) -> None:
     result = nanovllm(tmp_path, "run", "caller", "--raw", "say hi", NANOVLLM_MCP="nothing.json", NANOVLLM_ALLOW="add")
     assert (result.code, result.out) == (0, "hi\n")
+
+
+# ---- beside the model ----
+
+
+def silent(folder: Path) -> dict[str, Any]:
+    """A server that is there and says nothing, until nobody listens."""
+    return {"command": "sh", "args": ["-c", f"echo $$ >{folder}/pid; exec cat 3>&1 >/dev/null"]}
+
+
+def within(seconds: float, happens: Callable[[], object]) -> bool:
+    end = time.monotonic() + seconds
+    while not happens() and time.monotonic() < end:
+        time.sleep(0.01)
+    return bool(happens())
+
+
+def runs(folder: Path) -> bool:
+    return (folder / "pid").exists() and os.path.exists(f"/proc/{(folder / 'pid').read_text().strip()}/fd/0")
+
+
+def test_servers_start_while_others_do(tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    from nanovllm_cli.chat.mcp_client import McpTools
+
+    servers = read_servers(written(tmp_path / "mcp.json", {"silent": silent(tmp_path), "bad": {"command": "/no/such/command"}}))
+    began = time.monotonic()
+    with contextlib.closing(McpTools(servers)) as tools:
+
+        def wrong() -> str:
+            try:
+                tools.check()
+            except UsageError as error:
+                return error.message
+            return ""
+
+        assert within(10, wrong)
+        assert "bad did not start" in wrong()
+        with pytest.raises(UsageError, match="bad did not start"):
+            tools.wait()  # which waits for no other one
+    assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("failure", [DoesNotFitError, KeyboardInterrupt])
+def test_a_model_that_does_not_come_leaves_no_server(failure: type[BaseException], tmp_path: Path) -> None:
+    pytest.importorskip("mcp")
+    tools = ToolOptions([written(tmp_path / "mcp.json", {"silent": silent(tmp_path)})])
+
+    def load() -> None:
+        with tools.opened(Console()) as box:
+            box.source.check()
+            assert within(10, lambda: runs(tmp_path))
+            raise failure("while the model was loaded")
+
+    with pytest.raises(failure):
+        load()
+    assert within(5, lambda: not runs(tmp_path))

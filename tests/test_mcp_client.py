@@ -39,6 +39,7 @@ def odd(script: str, *tools: str, name: str = "odd", timeout: float = 5.0) -> Mc
 @contextlib.contextmanager
 def running(*servers: McpServer) -> Iterator[McpTools]:
     with contextlib.closing(McpTools(servers)) as tools:
+        tools.wait()
         yield tools
 
 
@@ -68,7 +69,7 @@ def test_a_server_that_never_comes_does_not_stay(gives_up: str, tmp_path: Path, 
         threading.Timer(2.0, os.kill, (os.getpid(), 2)).start()
     began = time.monotonic()
     with pytest.raises(UsageError if gives_up == "by itself" else KeyboardInterrupt):
-        McpTools([odd(NEVER_ANSWERS, str(pid_file))])
+        McpTools([odd(NEVER_ANSWERS, str(pid_file))]).wait()
     assert time.monotonic() - began < 20
     assert within(1.0, lambda: not is_alive(int(pid_file.read_text())))
     assert not [each for each in threading.enumerate() if each.name == "mcp"]
@@ -78,7 +79,7 @@ def test_a_list_that_never_comes_is_not_waited_for(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(mcp_client, "START_SECONDS", 3.0)
     script = "m.answer = lambda message: time.sleep(600) if message['method'] == 'tools/list' else answer(message)\nm.main()"
     with pytest.raises(UsageError, match="odd does not tell its tools: timed out"):
-        McpTools([odd(script)])
+        McpTools([odd(script)]).wait()
 
 
 @pytest.mark.parametrize(
@@ -96,7 +97,7 @@ def test_lists_that_are_none_are_told(result: str, message: str) -> None:
     lists = f"{{'result': {result}}} if message['method'] == 'tools/list' else answer(message)"
     script = f"m.answer = lambda message: {lists}\nm.main()"
     with pytest.raises(UsageError, match=message):
-        McpTools([odd(script)])
+        McpTools([odd(script)]).wait()
 
 
 def test_each_server_gets_its_own_calls_though_two_have_one_name() -> None:
@@ -227,5 +228,5 @@ def test_headers_go_to_no_other_server(served: Any) -> None:
     """One that redirects gets no token to a third."""
     served.elsewhere = f"http://localhost:{served.server_port}/mcp"
     with pytest.raises(UsageError, match="far did not start"):
-        McpTools([McpServer("far", url=f"http://127.0.0.1:{served.server_port}/away", headers={"X-Token": "secret"})])
+        McpTools([McpServer("far", url=f"http://127.0.0.1:{served.server_port}/away", headers={"X-Token": "secret"})]).wait()
     assert served.tokens == []

@@ -183,6 +183,8 @@ class LocalModel(Model):
         self._kept = ()
 
     def _open(self, load: Load) -> None:
+        if self.settings.tools is not None:
+            self.settings.tools.source.check()
         loaded = load()
         try:
             self._prompts = self._prompts_for(loaded.llm, self.settings.think)

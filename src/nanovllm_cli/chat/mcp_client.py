@@ -48,30 +48,54 @@ class _Owner(NamedTuple):
 
 
 class McpTools:
-    """Servers that run until `close`. Raises UsageError for one that does not come, with the last that it said; UnsupportedError
-    without the package."""
+    """Servers that run until `close`. They start at once, and are waited for where their tools are asked for: much can be done
+    until then. Raises UnsupportedError without the package. told: of the tools, once they are known."""
 
-    def __init__(self, servers: Sequence[McpServer]) -> None:
+    def __init__(self, servers: Sequence[McpServer], told: Callable[[Sequence[Tool]], object] = lambda tools: None) -> None:
         try:
             import mcp  # noqa: F401
         except ImportError:
-            told = "tools of MCP servers need the package mcp, which is not installed"
-            raise UnsupportedError(told, "pip install 'nanovllm-cli[mcp]'") from None
+            what = "tools of MCP servers need the package mcp, which is not installed"
+            raise UnsupportedError(what, "pip install 'nanovllm-cli[mcp]'") from None
         logging.getLogger("mcp").setLevel(logging.CRITICAL)  # a line for each that a server writes where none belongs
-        self.tools: Sequence[Tool] = ()
+        self._tools: Sequence[Tool] | None = None
+        self._told = told
+        self._is_closed = False
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._loop.run_forever, name="mcp", daemon=True)
         self._thread.start()
         self._tasks: list[asyncio.Task[None]] = []
         self._owners: dict[str, _Owner] = {}
         try:
-            started = [self._start(each) for each in servers]
-            self.tools = self._named([(each, *self._listed(each, ready)) for each, ready in zip(servers, started, strict=True)])
+            self._started = [(each, self._start(each)) for each in servers]
         except BaseException:
             self.close()
             raise
 
+    @property
+    def tools(self) -> Sequence[Tool]:
+        return self.wait()
+
+    def check(self) -> None:
+        """Raises UsageError for a server that is known not to come, with the last that it said."""
+        for _, ready in self._started:
+            if ready.done():
+                ready.result()
+
+    def wait(self) -> Sequence[Tool]:
+        """All tools, once all servers have told theirs. Raises UsageError for one that does not come, and none stays."""
+        if self._tools is None:
+            try:
+                self.check()
+                self._tools = self._named([(each, *self._listed(each, ready)) for each, ready in self._started])
+            except BaseException:
+                self.close()
+                raise
+            self._told(self._tools)
+        return self._tools
+
     def call(self, name: str, arguments: dict[str, Any]) -> str:
+        self.wait()
         owner = self._owners[name]
         try:
             result = self._wait(owner.client.call_tool(owner.tool, arguments), owner.server.timeout)
@@ -86,6 +110,9 @@ class McpTools:
 
     def close(self) -> None:
         """Ends the servers, those that never came as well; whoever asks for the end twice waits for that."""
+        if self._is_closed:
+            return
+        self._is_closed = True
         try:
             with signals.held():
                 self._wait(self._end(), 2 * END_SECONDS)

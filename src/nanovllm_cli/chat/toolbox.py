@@ -43,7 +43,12 @@ class Tool(NamedTuple):
 class ToolSource(Protocol):
     """Where tools run."""
 
-    tools: Sequence[Tool]
+    @property
+    def tools(self) -> Sequence[Tool]:
+        """The first time they may have to be waited for. Raises NanovllmError."""
+
+    def check(self) -> None:
+        """Raises NanovllmError where it is known that they do not come."""
 
     def call(self, name: str, arguments: dict[str, Any]) -> str:
         """What it gives, as text. Raises NanovllmError where it fails, and KeyboardInterrupt, which stops it."""

@@ -205,6 +205,8 @@ def _converse(
                 else:
                     error.hint = "the session was with it: if it was a server's, say --url; or else, name another with -m"
             raise
+        if tools is not None:
+            tools.for_template()  # of a server's model nobody has asked for them yet: what is wrong with them is told now
         for note in sampling_notes(ctx, *chat.model.settled(given)):
             screen.say(note, "dim")
         if resumed is not None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections import deque
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +16,7 @@ from nanovllm_cli.errors import DoesNotFitError, NanovllmError, RequestError, Us
 from nanovllm_cli.vision_spec import TokenIds
 
 if TYPE_CHECKING:
+    from nanovllm_cli.chat.toolbox import Toolbox
     from nanovllm_cli.cli.options import ModelOptions
     from nanovllm_cli.cli.output import Console
     from nanovllm_cli.cli.prompt_cache import PromptCache
@@ -148,13 +149,17 @@ def open_local(
     think: Choice | None,
     kwargs: dict[str, Any],
     prompt_cache: PromptCache | None = None,
-    tools: Sequence[Mapping[str, Any]] = (),
+    tools: Toolbox | None = None,
 ) -> LocalAnswerer:
-    """Loads a model. tools: that it may call, in OpenAI's form. Raises NanovllmError, and UsageError where something was asked
-    for that only a template could give."""
-    loaded = find(name, options, config, screen, shows_calls=bool(tools))()
+    """Loads a model. tools: that it may call, which come meanwhile. Raises NanovllmError, and UsageError where something was
+    asked for that only a template could give."""
+    found = find(name, options, config, screen, shows_calls=tools is not None)
+    if tools is not None:
+        tools.source.check()
+    loaded = found()
     try:
-        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs, tools), config, prompt_cache)
+        offered = tools.for_template() if tools is not None else ()
+        return LocalAnswerer(loaded, Prompting(loaded.llm, raw, system, think, kwargs, offered), config, prompt_cache)
     except BaseException:
         loaded.llm.close()
         raise

@@ -6,7 +6,7 @@ import contextlib
 import dataclasses
 import os
 import shlex
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any
@@ -34,12 +34,11 @@ from nanovllm_cli.cli.unused import refuse_typed, sampling_notes
 from nanovllm_cli.errors import ModelNotFoundError, UsageError
 
 if TYPE_CHECKING:
+    from nanovllm_cli.chat.toolbox import Toolbox
     from nanovllm_cli.cli.answering import Answerer
     from nanovllm_cli.client.endpoint import Endpoint
 
 EXAMPLE = 'for example: nanovllm run tiny "Once upon a time"'
-OfTools = Sequence[Mapping[str, Any]]
-"""Tools in OpenAI's form."""
 
 
 @expand
@@ -102,11 +101,11 @@ def run(
         name = named_model(ctx.obj, name, EXAMPLE)
         cache = prompt_cache(prompt.prompt_cache, is_read_only=prompt.prompt_cache_ro)
 
-        def answerer(offered: OfTools) -> Answerer:
+        def answerer(box: Toolbox | None) -> Answerer:
             try:
                 return open_local(
                     name, model, config, screen, raw=prompt.raw, system=system, think=prompt.think, kwargs=kwargs,
-                    prompt_cache=cache, tools=offered,
+                    prompt_cache=cache, tools=box,
                 )  # fmt: skip
             except ModelNotFoundError as error:
                 if last is not None and name == model_word:
@@ -116,8 +115,8 @@ def run(
                     error.hint = "the last run was with it: if it was a server's, say --url; or else, name another with -m"
                 raise
 
-    def opened(offered: OfTools) -> Answerer:
-        found = answerer(offered)
+    def opened(box: Toolbox | None) -> Answerer:
+        found = answerer(box)
         for note in sampling_notes(ctx, *found.settled(given)):
             screen.say(note, "dim")
         return found
@@ -151,7 +150,7 @@ class _Asked:
     model, if one does."""
 
     ctx: typer.Context
-    answerer: Callable[[OfTools], Answerer]
+    answerer: Callable[[Toolbox | None], Answerer]
     words: list[str]
     given: dict[str, Any]
     system: str | None
@@ -162,7 +161,7 @@ class _Asked:
 
 def _remote(
     endpoint: Endpoint, model: ModelOptions, words: list[str], prompt: PromptOptions, kwargs: dict[str, Any]
-) -> tuple[Callable[[OfTools], Answerer], list[str]]:
+) -> tuple[Callable[[Toolbox | None], Answerer], list[str]]:
     """One of a server's models, and the words that are the prompt's."""
     from nanovllm_cli.cli.remote import RemoteAnswerer, waited_for
     from nanovllm_cli.cli.remote_options import named_by_word, only_model
@@ -178,7 +177,7 @@ def _remote(
         tells_reading = any(each.tells_reading for each in served if each.id == name)
     thinks = None if prompt.think is None else prompt.think == "on"
     answerer = RemoteAnswerer(endpoint, name, prompt.raw, {**thinking_variables(thinks), **kwargs}, tells_reading)
-    return lambda offered: dataclasses.replace(answerer, tools=offered), spoken
+    return lambda box: answerer if box is None else dataclasses.replace(answerer, tools=box.for_template()), spoken
 
 
 def _run_one(
@@ -202,7 +201,7 @@ def _run_one(
         box = stack.enter_context(tools.opened(screen)) if tools is not None else None
         if box is not None:
             box.after_stop = ""
-        answerer = stack.enter_context(contextlib.closing(asked.answerer(box.for_template() if box is not None else ())))
+        answerer = stack.enter_context(contextlib.closing(asked.answerer(box)))
         if box is not None and not answerer.chats:
             why = "it writes down sounds" if answerer.dictates else "it has no chat template, which would tell it of them"
             raise UsageError(f"{answerer.name} calls no tools: {why}", "leave --mcp out, or take another model")
@@ -252,7 +251,7 @@ def _run_batch(
     )
     lines = batch.read_lines(source, screen)
     opened = Results(asked.path, output.overwrite, len(lines), screen.answer)  # before anything slow happens
-    with opened as results, contextlib.closing(asked.answerer(())) as answerer:
+    with opened as results, contextlib.closing(asked.answerer(None)) as answerer:
         batch.run_batch(answerer, options, lines, results, screen)
 
 

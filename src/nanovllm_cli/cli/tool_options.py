@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -13,7 +13,7 @@ from nanovllm_cli.cli.progress_line import counted
 from nanovllm_cli.errors import UsageError
 
 if TYPE_CHECKING:
-    from nanovllm_cli.chat.toolbox import Toolbox
+    from nanovllm_cli.chat.toolbox import Tool, Toolbox
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,14 +38,17 @@ class ToolOptions:
 
     @contextlib.contextmanager
     def opened(self, screen: Console) -> Iterator[Toolbox]:
-        """Servers of tools run within. Raises UsageError, and UnsupportedError without the package that speaks with them."""
+        """Servers of tools run within: they start while others do, and are waited for by who first asks for the tools. Raises
+        UsageError, and UnsupportedError without the package that speaks with them."""
         from nanovllm_cli.chat.mcp_client import McpTools
         from nanovllm_cli.chat.mcp_servers import read_servers
         from nanovllm_cli.chat.toolbox import Toolbox
 
         servers = [server for path in self.mcp or () for server in read_servers(path)]
         screen.announce(f"starting {counted(len(servers), 'server')} of tools")
-        with contextlib.closing(McpTools(servers)) as source:
-            box = Toolbox(source, self.allow or (), tell=lambda line: screen.say(line, "dim"))
-            screen.say(f"{counted(len(box.tools), 'tool')}: {', '.join(each.name for each in box.tools)}", "dim")
-            yield box
+
+        def told(tools: Sequence[Tool]) -> None:
+            screen.say(f"{counted(len(tools), 'tool')}: {', '.join(each.name for each in tools)}", "dim")
+
+        with contextlib.closing(McpTools(servers, told)) as source:
+            yield Toolbox(source, self.allow or (), tell=lambda line: screen.say(line, "dim"))
