@@ -13,15 +13,19 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
+from unittest.mock import Mock
 
 import pytest
 
 from forked import Terminal
 from nanovllm_cli.chat.conversation import Call, Conversation
 from nanovllm_cli.chat.export import as_json, as_markdown
+from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.mcp_servers import McpServer, read_servers
+from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.prompt import NOT_RUN, for_template
 from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, MAX_ROUNDS, REFUSED, Tool, Toolbox
+from nanovllm_cli.cli import local
 from nanovllm_cli.cli.answer import JsonPrinter, TextPrinter
 from nanovllm_cli.cli.answering import Answer, Piece, Result, Usage
 from nanovllm_cli.cli.output import Console
@@ -315,8 +319,9 @@ def test_what_fails_in_a_server_is_told(running: Any) -> None:
     with pytest.raises(RequestError, match=r"(?i)tim"):
         running.call("sleep", {})
     assert time.monotonic() - began < 15
-    with pytest.raises(RequestError):
+    with pytest.raises(RequestError) as caught:
         running.call("die", {})
+    assert "die" not in caught.value.message, "who tells a failure names the tool"
     with pytest.raises(RequestError):
         running.call("one_add", {"a": 3, "b": 4})
     assert running.call("two_add", {"a": 3, "b": 4}) == "7"
@@ -725,6 +730,23 @@ def test_servers_start_while_others_do(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match="bad did not start"):
             tools.wait()  # which waits for no other one
     assert time.monotonic() - began < 10
+
+
+@pytest.mark.parametrize("command", ["run", "chat"])
+def test_no_model_is_loaded_beside_a_server_that_is_known_to_fail(command: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Loading may take minutes."""
+    tools, source, _ = box([])
+    monkeypatch.setattr(source, "check", Mock(side_effect=UsageError("bad did not start")))
+    load = Mock()
+    monkeypatch.setattr(local, "find", lambda *args, **kwargs: load)
+    settings: dict[str, Any] = {"raw": False, "system": None, "think": None, "kwargs": {}}
+    opens = {
+        "run": lambda: local.open_local("m", Mock(), Mock(), Mock(), tools=tools, **settings),
+        "chat": lambda: LocalModel(lambda name: load, Settings(tools=tools)).open("m"),
+    }
+    with pytest.raises(UsageError, match="bad did not start"):
+        opens[command]()
+    load.assert_not_called()
 
 
 @pytest.mark.parametrize("failure", [DoesNotFitError, KeyboardInterrupt])

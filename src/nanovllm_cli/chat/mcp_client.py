@@ -100,12 +100,12 @@ class McpTools:
         try:
             result = self._wait(owner.client.call_tool(owner.tool, arguments), owner.server.timeout)
         except _FAILURES as error:
-            raise RequestError(f"{name}: {_said(error)}") from error
+            raise RequestError(_said(error)) from error
         text = "\n".join(_texts(result.content))
         if not text and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
-            raise RequestError(text or f"{name} failed")
+            raise RequestError(text or "it does not say why")
         return text
 
     def close(self) -> None:

@@ -31,6 +31,7 @@ NOTES = frozenset((
     "type", "title", "description", "default", "examples", "enum", "const", "$defs", "definitions", "$schema", "$id", "$comment",
 ))  # fmt: skip
 """Keywords that hold nobody to anything by themselves, or are looked at everywhere."""
+EITHER = "leave out the form or the tools; a request may also set tool_choice to none or required"
 TEXT_KEYWORDS = frozenset(("type", "title", "description", "default", "examples", "enum", "const", "minLength", "maxLength"))
 
 
@@ -173,7 +174,7 @@ class CallGrammar:
         if not self.trigger:
             raise UnsupportedError(
                 "this model's calls are not marked, so a form does not go with tools that may be called",
-                "set tool_choice to none or required",
+                EITHER,
             )
         return form
 
@@ -252,7 +253,7 @@ def content(writer: Writer, form: Constraint, grammar: CallGrammar | HarmonyGram
         if grammar.no_call(writer):
             raise UnsupportedError(
                 "this model's calls begin with ordinary text, so a grammar does not go with tools that may be called",
-                "set tool_choice to none or required",
+                EITHER,
             )
         return grammar.content(writer, writer.rule(f"%lark {{\n{form.text}\n}}"))
     if form.kind in ("regex", "choice"):
