@@ -116,7 +116,6 @@ def test_broken_lines_have_their_error_in_their_place(tmp_path: Path) -> None:
         ({"text": "a"}, "here it is prompt"),
         ({"prompt": "a", "max_new_tokens": 3}, "here it is max_tokens"),
         ({"prompt": "a", "custom_id": "x"}, "here it is id"),
-        ({"custom_id": "x", "body": {}}, "a line has its fields itself, and not in a body: id, and prompt or messages"),
         ({"prompt": "a", "zzz": 1}, None),
     ],
 )

@@ -113,6 +113,9 @@ def programs(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
 @pytest.fixture(scope="module")
 def server() -> Iterator[OpenAIServer]:
     async def answer(reply: Reply, request: Request) -> None:
+        if not request.body.get("stream"):
+            await reply.whole("200 OK", {"choices": [], "usage": {"prompt_tokens": 7, "completion_tokens": 2}})
+            return
         await reply.begin()
         for _ in range(2):
             await reply.piece(" a")
@@ -132,6 +135,8 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
     for name in ("notes.txt", "more.txt", "book.txt"):
         (folder / name).write_text("Buy milk.\n")
     (folder / "prompts.jsonl").write_text('{"prompt": "Hello"}\n{"messages": [{"role": "user", "content": "Hi"}]}\n')
+    asked = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 4}}'
+    (folder / "requests.jsonl").write_text(asked + "\n")
     for name in ("adapter", "other"):
         write_adapter(folder / name)
     for name, word in (("happy.txt", "wonderful"), ("sad.txt", "awful")):

@@ -136,8 +136,8 @@ def test_a_peers_flag_stands_in_one_place() -> None:
 @pytest.mark.parametrize(
     ("command", "flag", "hint"),
     [
-        ("tokenize", "--temperature", "nanovllm run, chat and serve have --temp; nanovllm tokenize --help lists the options"),
-        ("perplexity", "--typical-p", "nanovllm run, chat and serve have --typical; "),
+        ("tokenize", "--temperature", "nanovllm run, chat, serve and others have --temp; nanovllm tokenize --help lists the options"),
+        ("perplexity", "--typical-p", "nanovllm run, chat, serve and others have --typical; "),
         ("plan", "--no-mmproj", "nanovllm run, chat, serve and others have --no-mmproj; "),
         ("quantize", "--in-file", "here it is --calibration FILE"),
         ("control-vector", "--pca-iter", "a principal component is computed whole"),

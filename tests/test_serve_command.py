@@ -21,6 +21,7 @@ pytest.importorskip("uvicorn")
 
 from live_server import LiveServer, live_server
 from nanovllm_cli.cli import serve as command
+from nanovllm_cli.cli import served
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.cli.output import Console, Stream
 from nanovllm_cli.errors import UsageError
@@ -129,7 +130,7 @@ def test_loading_is_told_of_each_model_by_its_name() -> None:
 
     shown = Terminal()
     streams = [Stream(shown, "x", required=False, environ={"TERM": "dumb"}) for _ in range(2)]
-    tell = command._teller(Console(*streams))
+    tell = served.teller(Console(*streams))
     for name in ("one", "two"):
         tell(name, Loading(stage="weights", done=0, total=10, unit="B"))
         tell(name, Loading(stage="weights", done=10, total=10, unit="B"))
@@ -140,7 +141,7 @@ def test_loading_is_a_line_a_stage_in_a_log() -> None:
     """Two models that load at once; the first run on a machine compiles for half a minute."""
     shown = io.StringIO()
     streams = [Stream(shown, "x", required=False, environ={"TERM": "xterm"}) for _ in range(2)]
-    tell = command._teller(Console(*streams))
+    tell = served.teller(Console(*streams))
     for done in (0, 5, 10):
         tell("one", Loading(stage="compiling", done=done, total=10))
         tell("two", Loading(stage="weights", done=done, total=10, unit="B"))

@@ -13,20 +13,16 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import difflib
-import hashlib
-import json
-import logging
-import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, BinaryIO
+from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records, signals
+from nanovllm_cli.cli.batch_lines import Tally, digest, parsed, placed, raw_lines, shown
 from nanovllm_cli.cli.form import FORM_KEYS, form_of_line
-from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT, checked, decode, open_input
-from nanovllm_cli.cli.log import ON_SCREEN
+from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.progress_line import size
 from nanovllm_cli.cli.question import Question, checked_messages, new_question, with_system
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.errors import RequestError, UsageError
@@ -36,6 +32,8 @@ from nanovllm_cli.system import peak_memory_bytes
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Result
 
+_EXAMPLE = '{"prompt": "…"} or {"messages": […]}'
+_OF_OPENAI = "nanovllm run-batch MODEL FILE runs requests as OpenAI's batches have them"
 _PROMPT_KEYS = ("prompt", "messages", "id")
 _PARAM_KEYS = tuple(
     item.name for item in dataclasses.fields(SamplingParams) if item.name not in ("constraint", "reasoning", "transcript")
@@ -46,8 +44,6 @@ _HABITS = {
     "repeat_penalty": "repetition_penalty", "response_format": "json_schema", "temp": "temperature",
 }  # fmt: skip
 """What other programs call the fields of a line."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,10 +74,11 @@ class Line:
 
 def read_lines(source: str, screen: Console) -> list[Line]:
     """Every line of a file but the blank ones. Raises UsageError for a file that cannot be read at all."""
-    with open_input(source, screen) as file:
-        lines = [_line(number, data) for number, data in enumerate(_raw_lines(file, source), 1) if data.strip()]
+    lines = [_line(number, data) for number, data in raw_lines(source, screen)]
     if not lines:
-        raise UsageError(f"{_shown(source)} has no prompts", 'each line is {"prompt": "…"} or {"messages": […]}')
+        raise UsageError(f"{shown(source)} has no prompts", f"each line is {_EXAMPLE}")
+    if all(line.broken is not None and line.broken.hint == _OF_OPENAI for line in lines):
+        raise UsageError(f"{shown(source)} has requests as OpenAI's batches have them", _OF_OPENAI)
     return lines
 
 
@@ -90,7 +87,7 @@ def run_batch(
 ) -> None:
     """Runs what has no result yet. Raises RequestError at the end if a line failed."""
     try:
-        _Run(answerer, options, results, screen).run(lines)
+        _Run(answerer, options, results, Tally(results, len(lines), screen, options.stats)).run(lines)
     except BaseException:
         if kept_in := results.kept_in:
             screen.say(f"finished results are kept in {kept_in}; the same command goes on from there")
@@ -98,36 +95,23 @@ def run_batch(
 
 
 class _Run:
-    def __init__(self, answerer: Answerer, options: BatchOptions, results: Results, screen: Console) -> None:
+    def __init__(self, answerer: Answerer, options: BatchOptions, results: Results, tally: Tally) -> None:
         self.answerer = answerer
         self.options = options
         self.results = results
-        self.screen = screen
-        self.progress = ProgressLine(screen)
-        self.failed = 0
-        self.prompt_tokens = 0
-        self.answer_tokens = 0
+        self.tally = tally
 
     def run(self, lines: list[Line]) -> None:
-        began = time.monotonic()
         options = self.options
         asked = {"model": self.answerer.identity, "given": options.given, "system": options.system}
-        settings = _digest(asked | {"keeps_reasoning": options.keeps_reasoning} | options.settings)[:12]
+        settings = digest(asked | {"keeps_reasoning": options.keeps_reasoning} | options.settings)[:12]
         keys = [f"{settings}-{line.digest}" for line in lines]
-        kept = self.results.resume(keys, [line.number for line in lines])
-        if kept:
-            self.screen.say(f"{kept} of {len(lines)} results are there already")
-        self.progress.stage("answering", len(lines), "lines")
-        self.progress.advance(kept)
+        self.tally.begin(self.results.resume(keys, [line.number for line in lines]))
         with contextlib.closing(self.answerer.ask_all(self._questions(lines))) as found:
             for position, result in found:
                 signals.check()
                 self._finish(position, lines[position], result, keys[position])
-        self.progress.done()
-        self.results.finish()
-        self._tell(len(lines), kept, time.monotonic() - began)
-        if self.failed:
-            raise RequestError(f"{self.failed} of {len(lines)} lines failed", 'the "error" of each says why')
+        self.tally.finish(f"memory {size(peak_memory_bytes())}")
 
     def _questions(self, lines: list[Line]) -> Iterator[tuple[int, Question, dict[str, Any]]]:
         """What is left to be asked, by its position."""
@@ -149,78 +133,39 @@ class _Run:
         if isinstance(result, Exception):
             self._fail(position, line, result)
             return
-        self.prompt_tokens += result.usage.prompt_tokens or 0
-        self.answer_tokens += result.usage.answer_tokens or 0
+        self.tally.prompt_tokens += result.usage.prompt_tokens or 0
+        self.tally.answer_tokens += result.usage.answer_tokens or 0
         errors = [each.error or "aborted" for each in result.answers if each.finish_reason in ("error", "abort")]
         record = {"id": line.id, "line": line.number}
         if errors:
-            self.failed += 1
+            self.tally.failed += 1
             record["error"] = records.error_record(RequestError(errors[0]))
         keeps = self.options.keeps_reasoning
         self._put(position, record | records.result_record(result, self.answerer.name, keeps_reasoning=keeps), key)
 
     def _fail(self, position: int, line: Line, failure: Exception) -> None:
-        self.failed += 1
+        self.tally.failed += 1
         self._put(position, {"id": line.id, "line": line.number, "error": records.error_record(failure)}, "")
 
     def _put(self, position: int, record: records.Record, key: str) -> None:
-        self.results.put(position, records.dumps(record | {"key": key}))
-        self.progress.advance(1)
-
-    def _tell(self, total: int, kept: int, seconds: float) -> None:
-        shows = self.options.stats if self.options.stats is not None else not self.screen.quiet
-        rate = f", {self.answer_tokens / seconds:,.1f} tok/s" if self.answer_tokens else ""
-        parts = [
-            f"{total} lines ({kept} kept, {self.failed} failed) in {seconds:.1f} s",
-            f"prompts {self.prompt_tokens} tokens",
-            f"answers {self.answer_tokens} tokens{rate}",
-            f"memory {size(peak_memory_bytes())}",
-        ]
-        text = " | ".join(parts)
-        logger.info("%s", text, extra={ON_SCREEN: shows})
-        if shows:
-            self.screen.line(text, "dim")
-
-
-def _raw_lines(file: BinaryIO, source: str) -> Iterator[bytes]:
-    while data := file.readline(MAX_INPUT_BYTES + 1):
-        if len(data) > MAX_INPUT_BYTES:
-            raise UsageError(f"{_shown(source)} has a line of more than {MAX_INPUT_BYTES >> 20} MiB")
-        yield data
+        self.tally.put(position, records.dumps(record | {"key": key}))
 
 
 def _line(number: int, data: bytes) -> Line:
     content: dict[str, Any] = {}
     try:
-        value = _parsed(data)
+        value = parsed(data, _EXAMPLE)
         content = {"id": _checked_id(value)}  # worth repeating even where the rest is wrong
         content = _checked(value)
     except UsageError as failure:
-        failure.message = f"line {number}: {failure.message}"
-        failure.args = (failure.message,)
-        return Line(number, _digest(data.hex())[:20], content, failure)
-    return Line(number, _digest(content)[:20], content)
-
-
-def _parsed(data: bytes) -> dict[str, Any]:
-    text = decode(data, "it")
-    try:
-        value = json.loads(text.rstrip(), parse_constant=_no_constant)
-    except RecursionError as failure:
-        raise UsageError("nested too deeply") from failure
-    except json.JSONDecodeError as failure:  # its own words count lines of a text that is one
-        raise UsageError(f"not JSON: {failure.msg} at character {failure.pos + 1}") from failure
-    except ValueError as failure:
-        raise UsageError(f"not JSON: {failure}") from failure
-    if not isinstance(value, dict):
-        raise UsageError("not a JSON object", 'write {"prompt": "…"} or {"messages": […]}')
-    return value
+        return Line(number, digest(data.hex())[:20], content, placed(failure, number))
+    return Line(number, digest(content)[:20], content)
 
 
 def _meant(key: str, value: dict[str, Any], known: Sequence[str]) -> str | None:
     """What to write in place of a field that there is not."""
     if isinstance(value.get("body"), dict):
-        return "a line has its fields itself, and not in a body: id, and prompt or messages"
+        return _OF_OPENAI
     if key in _HABITS:
         return f"here it is {_HABITS[key]}"
     near = difflib.get_close_matches(key, known, n=3)
@@ -264,16 +209,3 @@ def _with_ids(biases: dict[str, Any]) -> dict[int, Any]:
         return {int(key): bias for key, bias in biases.items()}
     except ValueError as failure:
         raise UsageError("logit_bias has a key that is not a token id") from failure
-
-
-def _no_constant(name: str) -> float:
-    raise ValueError(f"{name} is not JSON")
-
-
-def _digest(value: object) -> str:
-    text = json.dumps(value, sort_keys=True, default=str)
-    return hashlib.sha256(text.encode()).hexdigest()
-
-
-def _shown(source: str) -> str:
-    return "standard input" if source == STANDARD_INPUT else source

@@ -22,6 +22,12 @@ EXAMPLES: dict[str, dict[str, str]] = {
         'nanovllm run tiny --choice yes --choice no "Is it raining?"': "One of these, and nothing else.",
         'nanovllm run tiny --json-object "Describe a cat in JSON"': "JSON; --json-schema says which.",
     },
+    "run-batch": {
+        "nanovllm run-batch tiny requests.jsonl -o answers.jsonl": "All at once; given again, it goes on where it was.",
+        "nanovllm run-batch tiny requests.jsonl --temp 0 | jq -r .response.body.usage.total_tokens":
+            "For requests that say no temperature.",
+        "nanovllm run-batch --url http://127.0.0.1:8080 requests.jsonl": "Answered by a server.",
+    },
     "chat": {
         "nanovllm chat tiny": "A conversation; /help lists the commands, Ctrl-D leaves.",
         'nanovllm chat tiny -sys "Answer in one sentence." "Who are you?"': "With a first message.",

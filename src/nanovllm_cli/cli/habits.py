@@ -38,7 +38,6 @@ _VALUES_ELSEWHERE = {
 """What a peer's option of one of our names takes, and ours does not."""
 
 _ALIAS = "a model gets a name of yours by nanovllm config set aliases.NAME MODEL"
-_BATCH = "here it is nanovllm run MODEL --batch FILE -o FILE"
 _ENDS = "nothing stays in memory behind a command; Ctrl-C or SIGTERM ends a server"
 _LOOKUP = "here it is nanovllm run MODEL --speculate 8"
 _SMALLER = "here it is nanovllm run MODEL --draft-model SMALLER"
@@ -55,8 +54,7 @@ _NO_COMMANDS = {
     "cp": _ALIAS,
     "detokenize": "here it is nanovllm tokenize MODEL --decode IDS",
     "kl-divergence": "here it is nanovllm perplexity MODEL OTHER",
-    "run-batch": _BATCH,
-    "batch": _BATCH,
+    "batch": "nanovllm run MODEL --batch FILE takes prompts, nanovllm run-batch MODEL FILE requests as OpenAI's batches have them",
     "push": "nothing is uploaded here; hf upload does that",
     "login": TOKEN,
     "signin": TOKEN,

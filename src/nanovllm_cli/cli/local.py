@@ -209,7 +209,7 @@ class LocalAnswerer:
         own += [str(self.changes)] if self.changes else []
         beside = [path for path, _ in (*llm.lora, *config.control_vectors)]
         beside += [*(path for _, path in llm.lora_modules), *filter(None, [llm.mmproj])]
-        own += [_stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside)]
+        own += [stamps_of(Path(path)) for path in (str(llm.resolved.path), *beside)]
         settings = {
             "on": "a GPU" if llm.threads is None else "a CPU",
             "dtypes": [str(dtype) for dtype in (llm.dtype, *llm.kv_dtypes)],
@@ -371,7 +371,7 @@ class LocalAnswerer:
         return Result(answers, usage, known is not None, prompt)
 
 
-def _stamps_of(path: Path) -> str:
+def stamps_of(path: Path) -> str:
     """Of the files that lie there now. Raises NanovllmError where they are gone."""
     from nanovllm_cli.weights.fingerprint import file_stamps, setting_stamps
     from nanovllm_cli.weights.json_file import reading

@@ -368,6 +368,16 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
         ("-et", "--entropy-thold"): "here it is --compression-ratio-threshold, a number of another kind",
         ("--suppress-tokens", "--suppress-nst"): "what is never written follows from the model's files: leave it out",
     },
+    "run-batch": {
+        ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file", "--json-object", "--regex"): _A_FORM,
+        ("-sys", "--system-prompt", "--response-role"): "a request brings its messages, the system prompt among them",
+        ("-f", "--file", "--in-file", "--batch", "-p", "--prompt"): "here it is -i FILE",
+        ("--output-tmp-dir",): "answers lie beside -o until all of them are there: leave it out",
+        ("--enable-metrics", "--host", "--port"): "nanovllm serve MODEL has metrics, and run-batch --url asks it",
+        ("--raw",): "completions take texts as they are",
+        ("--reasoning",): "here it is --think on or --think off",
+        ("--json", "--jsonl"): "answers are lines of JSON: leave it out",
+    },
     "serve": {
         ("--grammar", "--grammar-file", "-j", "--json-schema", "-jf", "--json-schema-file", "--json-object", "--regex"): _A_FORM,
         ("-sys", "--system-prompt", "--response-role"): "a request brings its messages, the system prompt among them",

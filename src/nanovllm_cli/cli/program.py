@@ -23,6 +23,7 @@ from nanovllm_cli.cli import (
     plan,
     quantize,
     run,
+    run_batch,
     serve,
     tokenize,
     verify,
@@ -34,8 +35,8 @@ from nanovllm_cli.errors import UsageError
 
 PROGRAM = "nanovllm"
 ORDER = (
-    "run", "chat", "embed", "serve", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity", "verify",
-    "control-vector", "config", "completion",
+    "run", "chat", "embed", "serve", "run-batch", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity",
+    "verify", "control-vector", "config", "completion",
 )  # fmt: skip
 
 
@@ -64,6 +65,7 @@ def build() -> typer.Typer:
     )
     app.callback()(_program)
     app.command("run", cls=Command)(run.run)
+    app.command("run-batch", cls=Command)(run_batch.run_batch)
     app.command("chat", cls=Command)(chat.chat)
     app.command("embed", cls=Command)(embed.embed)
     app.command("serve", cls=Command)(serve.serve)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
 import time
 from collections.abc import AsyncGenerator, Coroutine, Generator, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -10,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Settled, Usage
-from nanovllm_cli.client.blocking import single, stepwise
+from nanovllm_cli.client.blocking import single, stepwise, together
 from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, CallPiece, Delta, TokenLogprob, chat_body, text_body
 from nanovllm_cli.errors import (
@@ -176,7 +175,7 @@ class RemoteAnswerer:
         return RemoteAnswering(self.endpoint, *self._request(question, given, tells_reading=self.tells_reading))
 
     def ask_all(self, questions: Iterable[tuple[int, Question, Given]]) -> Results:
-        steps = interruptible(self._all(questions))
+        steps = interruptible(together((self._one(*each) for each in questions), MOST_AT_A_TIME))
         try:
             yield from (each for each in steps if each is not None)
         finally:
@@ -199,25 +198,6 @@ class RemoteAnswerer:
             self.name, question.messages, given, template_kwargs=self.template_kwargs, tells_reading=tells_reading,
             tools=self.tools,
         )  # fmt: skip
-
-    async def _all(
-        self, questions: Iterable[tuple[int, Question, Given]]
-    ) -> AsyncGenerator[tuple[int, Result | Exception], None]:
-        waiting = iter(questions)
-        running: set[asyncio.Task[tuple[int, Result | Exception]]] = set()
-        try:
-            while True:
-                while len(running) < MOST_AT_A_TIME and (asked := next(waiting, None)) is not None:
-                    running.add(asyncio.create_task(self._one(*asked)))
-                if not running:
-                    return
-                done, running = await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
-                for task in done:
-                    yield task.result()
-        finally:
-            for task in running:
-                task.cancel()
-            await asyncio.gather(*running, return_exceptions=True)
 
     async def _one(self, key: int, question: Question, given: Given) -> tuple[int, Result | Exception]:
         """Raises what would be wrong with every other question as well."""

@@ -10,12 +10,22 @@ import stat
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from nanovllm_cli import system
 from nanovllm_cli.cli.files import WholeFile, is_special
 from nanovllm_cli.cli.records import Record, dumps
 from nanovllm_cli.errors import OutputError, UsageError
+
+
+class Form(NamedTuple):
+    """How results of one kind are told apart. key: what a record is a result of, a line under some settings; None where it is no
+    result at all. failed: whether it is to be tried again. numbered: a line of JSON and its record, as the result of the line
+    with this number."""
+
+    key: Callable[[Record], str | None]
+    failed: Callable[[Record], bool]
+    numbered: Callable[[str, Record, int], str]
 
 
 class Results:
@@ -26,7 +36,10 @@ class Results:
     place that cannot be written to.
     """
 
-    def __init__(self, path: Path | None, overwrite: bool, count: int, write: Callable[[str], None]) -> None:
+    def __init__(
+        self, path: Path | None, overwrite: bool, count: int, write: Callable[[str], None], form: Form | None = None
+    ) -> None:
+        self._form = form or OWN
         self._lines: list[str | None] = [None] * count
         self._next = 0
         self._path = path
@@ -58,13 +71,13 @@ class Results:
         known, kept = set(keys), 0
         for path in (self._path, self._journal_path):
             for line in _lines_of(path):
-                record = _result_of(line, path, self._overwrite)
-                if record is None:
+                found = _result_of(line, path, self._overwrite, self._form)
+                if found is None:
                     continue
-                key = record["key"]
+                key, record = found
                 if waiting[key]:
                     position = waiting[key].pop()
-                    self._lines[position] = _numbered(line, record, numbers[position])
+                    self._lines[position] = self._form.numbered(line, record, numbers[position])
                     kept += 1
                 elif key not in known and not self._overwrite:
                     raise UsageError(
@@ -167,14 +180,19 @@ def _numbered(line: str, record: Record, number: int) -> str:
     return line if record.get("line") == number else dumps(record | {"line": number})
 
 
-def _result_of(line: str, path: Path, overwrite: bool) -> Record | None:
-    """Its `key` says which line under which settings this is a result of; None for an error, which is to be tried again."""
+OWN = Form(lambda record: record.get("key"), lambda record: "error" in record, _numbered)
+"""Of `run --batch`."""
+
+
+def _result_of(line: str, path: Path, overwrite: bool, form: Form) -> tuple[str, Record] | None:
+    """A result, behind what it is of; None for one that is to be tried again."""
     try:
         record: Any = json.loads(line)
     except (ValueError, RecursionError):
         record = None
-    if isinstance(record, dict) and isinstance(record.get("key"), str):
-        return None if "error" in record else record
+    key = form.key(record) if isinstance(record, dict) else None
+    if isinstance(key, str):
+        return None if form.failed(record) else (key, record)
     if overwrite:
         return None
     raise UsageError(f"{path} holds something else than results of a batch", "choose another -o")

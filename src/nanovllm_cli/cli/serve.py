@@ -7,7 +7,7 @@ import math
 import os
 import re
 import shlex
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,15 +20,16 @@ from nanovllm_cli.cli.log import hear, screen_for
 from nanovllm_cli.cli.model import chat_template, named_models, say_parts, template_kwargs
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelWords
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import ProgressLine, size
+from nanovllm_cli.cli.progress_line import ProgressLine
 from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.serve_options import AccessOptions, AddressOptions, LimitOptions, ServedOptions
+from nanovllm_cli.cli.served import short_name, teller, told_of
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import OutputError, UsageError
 
 if TYPE_CHECKING:
     from nanovllm_cli.server.listen import Listener
-    from nanovllm_cli.server.messages import Facts, Loading
+    from nanovllm_cli.server.messages import Facts
     from nanovllm_cli.server.served_models import ModelSettings, ServedModels
     from nanovllm_cli.server.settings import ServeSettings
 
@@ -91,7 +92,7 @@ def serve(
     if budget is not None and not -1 <= budget < 2**31:
         raise UsageError("--reasoning-budget is a number of tokens, or -1 for no limit")
     config = replace(engine.config(model, max_num_seqs=limits.parallel, settings=ctx.obj), policy=limits.scheduling_policy)
-    called = model.names([_id(name) for name in names])
+    called = model.names([short_name(name) for name in names])
     template = chat_template(model.chat_template)
     screen.announce("starting the server")
     with signals.insisting():
@@ -182,7 +183,7 @@ def _run(
         room_seconds=model.swap_timeout,
         sleep_idle=model.sleep_idle,
         observer=observer,
-        on_loading=_teller(screen),
+        on_loading=teller(screen),
     )
     pool = CheckPool()
     app = create_app(ServerContext(settings, models, Generator(pool, observer), pool, observer, metrics))
@@ -232,49 +233,13 @@ def _settings(address: AddressOptions, access: AccessOptions, limits: LimitOptio
     )
 
 
-def _id(name: str) -> str:
-    """What clients call a model where no alias says: its name, and of a path only the last part."""
-    path = Path(name)
-    if os.path.exists(path) or path.is_absolute() or name.startswith((".", "~")):
-        return path.resolve().name.removesuffix(".gguf") or "model"
-    return name
-
-
-def _teller(screen: Console) -> Callable[[str, Loading], None]:
-    """Loading as the progress line shows it, though it happens in another process; in a log each stage is a line."""
-    progress = ProgressLine(screen)
-    at, done = ("", ""), 0
-    logged: dict[str, str] = {}
-
-    def tell(name: str, loading: Loading) -> None:
-        nonlocal at, done
-        if loading.note:
-            progress.note(f"{name}: {loading.note}")
-            return
-        if not screen.err.is_terminal and logged.get(name) != loading.stage:
-            logged[name] = loading.stage
-            screen.say(f"{name}: {loading.stage}")
-        if at != (name, loading.stage):
-            at, done = (name, loading.stage), 0
-            unit: Any = loading.unit or "tokens"
-            progress.stage(f"{name}: {loading.stage}", loading.total or None, unit)
-        progress.advance(loading.done - done)
-        done = loading.done
-
-    return tell
-
-
 def _tell_ready(models: ServedModels, settings: ServeSettings, listener: Listener, screen: Console) -> None:
     screen.status("")
     for card in models.cards():
         engine = models.engines().get(card.id)
         facts = None if engine is None else engine.facts
         if facts is not None:
-            screen.say(
-                f"{card.id}: {facts.num_parameters / 1e6:,.0f} M parameters, {facts.dtype}, {facts.device}; "
-                f"context {facts.context_len:,} tokens; KV cache {size(facts.kv_bytes)}",
-                "dim",
-            )
+            screen.say(told_of(card.id, facts), "dim")
         elif card.context_len is None:
             screen.say(f"{card.id}: loaded when it is asked for", "dim")
     screen.say(f"listening at {listener.url}")

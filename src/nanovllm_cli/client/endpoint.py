@@ -7,11 +7,12 @@ an answer has begun.
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import difflib
 import json
 import logging
 import ssl
-from collections.abc import AsyncGenerator, Awaitable, Mapping
+from collections.abc import AsyncGenerator, Awaitable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, TypeVar
 
@@ -32,6 +33,8 @@ MOST_RETRIES = 4
 MOST_WAIT_SECONDS = 30.0
 MAX_ERROR_BYTES = 64 << 10
 MAX_MODELS_BYTES = 4 << 20
+MAX_ANSWER_BYTES = 256 << 20
+"""Vectors of a whole request, as JSON."""
 KEY_HINT = "give the key by NANOVLLM_API_KEY or OPENAI_API_KEY, or by --api-key"
 RUNNING_HINT = "is it running? nanovllm serve MODEL starts one; --url says where it is"
 _BUSY = (429, 503)
@@ -54,6 +57,14 @@ class ServedModel(NamedTuple):
     context_len: int | None
     is_adapter: bool = False
     tells_reading: bool = False
+
+
+class Posted(NamedTuple):
+    """What a server answered. request_id: as it calls the request, where it says."""
+
+    status: int
+    request_id: str | None
+    body: bytes
 
 
 def checked_key(key: str | None) -> str | None:
@@ -108,7 +119,7 @@ class Endpoint:
         """
         content = json.dumps(body).encode()
         for attempt in range(MOST_RETRIES + 1):
-            try:
+            with self._typed():
                 async with exchange(
                     self.server, "POST", path, self._headers, content, connect_seconds=CONNECT_SECONDS
                 ) as reply:
@@ -120,23 +131,65 @@ class Endpoint:
                             raise ServerError("the answer ended before it was complete")
                         return
                     refusal = await self._soon(reply.read(MAX_ERROR_BYTES))
-                    wait = _seconds_to_wait(status, reply.headers, attempt)
-            except TimeoutError as failure:
-                raise ServerError(
-                    f"nothing came from {self.server.url} for {self.patience:g} s", "--timeout waits longer"
-                ) from failure
-            except StreamRefusal as failure:
-                raise UsageError(str(failure)) from failure
-            except StreamError as failure:
-                raise ServerError(str(failure)) from failure
-            except (HttpError, OSError) as failure:
-                raise self._unreachable(failure) from failure
-            if status in _MOVED and "location" in reply.headers:
-                raise _moved(self.server.url + path, reply.headers["location"])
-            if wait is None or attempt == MOST_RETRIES:
+            wait = self._wait(path, status, reply.headers, attempt)
+            if wait is None:
                 raise await self._refused(status, refusal, str(body.get("model")))
-            logger.warning("not yet: HTTP %d: %s; the server is asked again in %g s", status, said(refusal), wait)
-            await asyncio.sleep(wait)
+            await self._sleep(wait, status, refusal)
+
+    async def post(self, path: str, body: Mapping[str, Any]) -> Posted:
+        """An answer as a whole, whatever its status, but for what has to do with the server and not with the request.
+
+        Raises AccessRefusedError, ServerError.
+        """
+        content = json.dumps(body).encode()
+        attempt = 0
+        while True:
+            with self._typed():
+                async with exchange(
+                    self.server, "POST", path, self._headers, content, connect_seconds=CONNECT_SECONDS
+                ) as reply:
+                    status = await self._soon(reply.status())
+                    answer = await self._whole(reply)
+            if status in (401, 403):
+                raise AccessRefusedError(f"{self.server.url}: HTTP {status}: {said(answer)}", KEY_HINT)
+            wait = self._wait(path, status, reply.headers, attempt)
+            if wait is None:
+                return Posted(status, reply.headers.get("x-request-id"), answer)
+            await self._sleep(wait, status, answer)
+            attempt += 1
+
+    def _wait(self, path: str, status: int, headers: Mapping[str, str], attempt: int) -> float | None:
+        """Seconds before the same is asked again; None where it is not. Raises ServerError for a server that has moved."""
+        if status in _MOVED and "location" in headers:
+            raise _moved(self.server.url + path, headers["location"])
+        return None if attempt == MOST_RETRIES else _seconds_to_wait(status, headers, attempt)
+
+    async def _sleep(self, seconds: float, status: int, refusal: bytes) -> None:
+        logger.warning("not yet: HTTP %d: %s; the server is asked again in %g s", status, said(refusal), seconds)
+        await asyncio.sleep(seconds)
+
+    async def _whole(self, reply: Exchange) -> bytes:
+        content = bytearray()
+        while (piece := await self._soon(reply.piece())) is not None:
+            content += piece.data
+            if len(content) > MAX_ANSWER_BYTES:
+                raise ServerError(f"an answer of more than {MAX_ANSWER_BYTES >> 20} MiB")
+        return bytes(content)
+
+    @contextlib.contextmanager
+    def _typed(self) -> Iterator[None]:
+        """What goes wrong on the way is raised as what it means to the person who asked."""
+        try:
+            yield
+        except TimeoutError as failure:
+            told = f"nothing came from {self.server.url} for {self.patience:g} s"
+            raise ServerError(told, "--timeout waits longer") from failure
+        except StreamRefusal as failure:
+            raise UsageError(str(failure)) from failure
+        except StreamError as failure:
+            raise ServerError(str(failure)) from failure
+        except (HttpError, OSError) as failure:
+            raise self._unreachable(failure) from failure
 
     async def _deltas(self, reply: Exchange, answer: AnswerStream) -> AsyncGenerator[list[Delta], None]:
         kind = reply.headers.get("content-type", "")
