@@ -136,7 +136,7 @@ def test_a_peers_flag_stands_in_one_place() -> None:
 @pytest.mark.parametrize(
     ("command", "flag", "hint"),
     [
-        ("tokenize", "--temperature", "nanovllm run, chat, serve and others have --temp; nanovllm tokenize --help lists the options"),
+        ("tokenize", "--temperature", "nanovllm run, chat, serve and others have --temp; nanovllm tokenize --help lists"),
         ("perplexity", "--typical-p", "nanovllm run, chat, serve and others have --typical; "),
         ("plan", "--no-mmproj", "nanovllm run, chat, serve and others have --no-mmproj; "),
         ("quantize", "--in-file", "here it is --calibration FILE"),

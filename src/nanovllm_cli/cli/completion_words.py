@@ -76,7 +76,7 @@ _VALUES: dict[str, Values] = {
         Values("files", tuple(SHAPES)),
     ),
     "models.rm model_word": Values("cached-models"),
-    **dict.fromkeys([f"{command} api_key" for command in ("run", "chat", "run-batch", "bench.serve", "serve")], Values("nothing")),
+    **dict.fromkeys([f"{each} api_key" for each in ("run", "chat", "run-batch", "bench.serve", "serve")], Values("nothing")),
     "chat session": Values("sessions"),
     "chat delete_session": Values("sessions"),
 }

@@ -54,7 +54,7 @@ _NO_COMMANDS = {
     "cp": _ALIAS,
     "detokenize": "here it is nanovllm tokenize MODEL --decode IDS",
     "kl-divergence": "here it is nanovllm perplexity MODEL OTHER",
-    "batch": "nanovllm run MODEL --batch FILE takes prompts, nanovllm run-batch MODEL FILE requests as OpenAI's batches have them",
+    "batch": "nanovllm run MODEL --batch FILE takes prompts, nanovllm run-batch MODEL FILE what OpenAI's batches have",
     "push": "nothing is uploaded here; hf upload does that",
     "login": TOKEN,
     "signin": TOKEN,
