@@ -20,7 +20,10 @@ def result_of(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         return {"content": [{"type": "text", "text": "out of\nluck \x1b[31m"}], "isError": True}
     if name == "show":
         link = {"type": "resource", "resource": {"uri": "file:///a", "text": "inside", "mimeType": "text/plain"}}
-        return {"content": [{"type": "text", "text": "see"}, {"type": "image", "data": "AAAA", "mimeType": "image/png"}, link]}
+        far = {"type": "resource_link", "uri": "file:///b", "name": "b"}
+        seen = {"type": "image", "data": "AAAA", "mimeType": "image/PNG"}
+        heard = {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}
+        return {"content": [{"type": "text", "text": "see"}, seen, far, heard, link]}
     if name == "long":
         return {"content": [{"type": "text", "text": "x" * 300_000}]}
     if name == "sleep":

@@ -19,17 +19,20 @@ from hypothesis import strategies as st
 from nanovllm_cli import LLM, EngineConfig, SamplingParams, data_url, sent
 from nanovllm_cli.chat import session as session_file
 from nanovllm_cli.chat.commands import complete
-from nanovllm_cli.chat.conversation import Conversation, Event
+from nanovllm_cli.chat.conversation import Call, Conversation, Event
 from nanovllm_cli.chat.export import as_json, as_markdown
 from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.loop import Chat
 from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.prompt import for_template, graft, images_of
 from nanovllm_cli.chat.session import Sessions, kept_ids
-from nanovllm_cli.cli.model import Loaded
+from nanovllm_cli.chat.toolbox import Outcome, Tool, Toolbox
+from nanovllm_cli.cli.model import Loaded, Prompting
 from nanovllm_cli.cli.question import said
-from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UsageError
+from nanovllm_cli.errors import NanovllmError, OutputError, SessionError, UnsupportedError, UsageError
 from nanovllm_cli.images import reading
+from nanovllm_cli.text.builtin_templates import builtin_template
+from nanovllm_cli.text.chat_template import ChatTemplate
 from nanovllm_cli.vision_spec import Image, Picture, PlacedImage, TokenIds
 from openai_server import OpenAIServer
 from seeing import png, seeing_model
@@ -325,6 +328,49 @@ def test_an_image_behind_an_answer_that_was_drawn_otherwise_stands_where_its_tok
     assert read(chat)[1] > prompt.images[0].end + 12
     (output,) = fresh.generate(prompt, SamplingParams(**model.settings.given))
     assert output.outputs[0].text == chat.conversation.messages[-1].content
+
+
+class Camera:
+    """A tool that gives an image, a damaged one and a sound."""
+
+    tools = (Tool("look", "camera", "", {"type": "object"}),)
+
+    def check(self) -> None:
+        pass
+
+    def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        return Outcome("seen", (URLS[1], data_url(png()[:100]), "data:audio/wav;base64,AAAA"))
+
+
+def test_an_image_that_a_tool_gives_is_seen_as_a_persons_is(llm: LLM, fresh: LLM, tmp_path: Path) -> None:
+    chat = open_chat(llm, tmp_path, tools=Toolbox(Camera(), "*"))
+    tools = chat.model.settings.tools
+    assert tools is not None
+    tools.look = chat.model.look
+    chat.conversation.ask("What is there?")
+    chat.conversation.answer("", calls=[Call("c", "look", "{}")])
+    told(chat, "/continue")
+    result = chat.conversation.messages[2]
+    assert result.images == (URLS[1],)
+    assert result.content == "seen\n[image: it is damaged: it can't be decoded as PNG]\n[sound: this model hears no audio (" + (
+        "it is of type 'input_audio')]"
+    )
+    *before, answer = chat.conversation.messages
+    params = SamplingParams(**chat.model.settings.given)
+    (output,) = fresh.chat(for_template(None, before), params, tools=tools.for_template())
+    assert (seen(chat), answer.content) == ([1], output.outputs[0].text)
+
+
+@pytest.mark.parametrize("template", ["chatml", "{% for m in messages %}{{ m.role }}{{ m.content }}{% endfor %}"])
+def test_a_template_that_shows_no_image_of_a_tool_is_known(llm: LLM, template: str) -> None:
+    source = template if "{" in template else builtin_template(template)
+    assert llm.chat_template is not None
+    other = ChatTemplate(source, bos_token=None, eos_token=None)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(llm, "chat_template", other)
+        with pytest.raises(UnsupportedError, match="the chat template writes 0 places"):
+            Prompting(llm).look(URLS[0])
+    Prompting(llm).look(URLS[0])
 
 
 def test_what_becomes_of_a_messages_images(chat: Chat, fresh: LLM) -> None:

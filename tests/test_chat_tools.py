@@ -24,20 +24,21 @@ from nanovllm_cli.chat.local_model import LocalModel
 from nanovllm_cli.chat.mcp_servers import McpServer, read_servers
 from nanovllm_cli.chat.model import Settings
 from nanovllm_cli.chat.prompt import NOT_RUN, for_template
-from nanovllm_cli.chat.toolbox import MAX_RESULT_CHARS, MAX_ROUNDS, REFUSED, Tool, Toolbox
+from nanovllm_cli.chat.toolbox import MAX_IMAGES, MAX_RESULT_CHARS, MAX_ROUNDS, REFUSED, Outcome, Tool, Toolbox
 from nanovllm_cli.cli import local
 from nanovllm_cli.cli.answer import JsonPrinter, TextPrinter
 from nanovllm_cli.cli.answering import Answer, Piece, Result, Usage
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.records import Statistics
 from nanovllm_cli.cli.tool_options import ToolOptions
-from nanovllm_cli.errors import DoesNotFitError, RequestError, SessionError, UsageError
+from nanovllm_cli.errors import DoesNotFitError, RequestError, SessionError, UnsupportedError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.builtin_templates import builtin_template
 from test_chat_loop import DRIVER, finish, said, say, spawn  # noqa: F401
 from test_cli_driver import environment, nanovllm
 
 CHATML = builtin_template("chatml")
+PNG = "data:image/png;base64,AAAA"
 SERVER = str(Path(__file__).parent / "mcp_server.py")
 
 
@@ -118,11 +119,14 @@ class Echo:
     def __init__(self) -> None:
         self.called: list[tuple[str, dict[str, Any]]] = []
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
+    def check(self) -> None:
+        pass
+
+    def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
         self.called.append((name, arguments))
         if arguments.get("fail"):
             raise RequestError("no luck")
-        return "x" * arguments.get("size", 2)
+        return Outcome("x" * arguments.get("size", 2), tuple(arguments.get("images", ())))
 
 
 def box(answers: Sequence[str | type[BaseException] | None], *allowed: str) -> tuple[Toolbox, Echo, list[str]]:
@@ -139,7 +143,7 @@ def box(answers: Sequence[str | type[BaseException] | None], *allowed: str) -> t
 
 def test_a_person_is_asked_before_each_call() -> None:
     tools, source, told = box(["yes", "", "what?", "N", "y"])
-    assert [tools.run(Call("1", "write", f'{{"n": {n}}}')) for n in range(4)] == ["xx", REFUSED, REFUSED, "xx"]
+    assert [tools.run(Call("1", "write", f'{{"n": {n}}}')).text for n in range(4)] == ["xx", REFUSED, REFUSED, "xx"]
     assert source.called == [("write", {"n": 0}), ("write", {"n": 3})]
     assert told[:3] == ["write, of echo: {", '  "n": 0', "}"]
     assert told.count("write was not run") == 2
@@ -147,16 +151,17 @@ def test_a_person_is_asked_before_each_call() -> None:
 
 def test_always_is_for_one_tool_and_this_conversation() -> None:
     tools, _, _ = box(["Always", "no"])
-    assert [tools.run(Call("1", name, "{}")) for name in ("write", "write", "read_all", "write")] == ["xx", "xx", REFUSED, "xx"]
-    assert box([None])[0].run(Call("1", "write", "{}")) == REFUSED
+    found = [tools.run(Call("1", name, "{}")).text for name in ("write", "write", "read_all", "write")]
+    assert found == ["xx", "xx", REFUSED, "xx"]
+    assert box([None])[0].run(Call("1", "write", "{}")).text == REFUSED
 
 
 def test_what_is_allowed_is_not_asked_for() -> None:
     tools, _, told = box([], "read_*")
-    assert tools.run(Call("1", "read_file", '{"a": "ä"}')) == "xx"
+    assert tools.run(Call("1", "read_file", '{"a": "ä"}')).text == "xx"
     assert told == ['calling read_file {"a": "ä"}']
     tools, source, told = box([None], "read", "write_*", "WRITE")
-    assert tools.run(Call("1", "write", "{}")) == REFUSED
+    assert tools.run(Call("1", "write", "{}")).text == REFUSED
     assert "--allow write lets it run" in told[-1]
     assert source.called == []
 
@@ -177,7 +182,7 @@ def test_a_projects_file_starts_no_server_and_allows_nothing(tmp_path: Path) -> 
 
 def test_the_end_of_input_is_a_no_and_ctrl_c_is_none() -> None:
     tools, source, _ = box([EOFError])
-    assert tools.run(Call("1", "write", "{}")) == REFUSED
+    assert tools.run(Call("1", "write", "{}")).text == REFUSED
     tools, source, _ = box([KeyboardInterrupt])
     with pytest.raises(KeyboardInterrupt):
         tools.run(Call("1", "write", "{}"))
@@ -193,7 +198,7 @@ def test_the_end_of_input_is_a_no_and_ctrl_c_is_none() -> None:
     ],
 )  # fmt: skip
 def test_what_goes_wrong_is_told_to_the_model(call: Call, result: str) -> None:
-    assert box([], "*")[0].run(call).startswith(result)
+    assert box([], "*")[0].run(call).text.startswith(result)
 
 
 def test_a_failure_has_a_bound_and_is_one_line_to_a_person(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -203,17 +208,17 @@ def test_a_failure_has_a_bound_and_is_one_line_to_a_person(monkeypatch: pytest.M
         raise RequestError("no\nluck" * MAX_RESULT_CHARS)
 
     monkeypatch.setattr(source, "call", fail)
-    assert len(tools.run(Call("1", "write", "{}"))) < MAX_RESULT_CHARS + 100
+    assert len(tools.run(Call("1", "write", "{}")).text) < MAX_RESULT_CHARS + 100
     assert told[-1].startswith("write failed: no luckno luck")
     assert len(told[-1]) < 400
     assert "\n" not in told[-1]
 
 
 def test_a_result_has_a_bound() -> None:
-    result = box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS + 1}}}'))
+    result = box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS + 1}}}')).text
     assert len(result) < MAX_RESULT_CHARS + 100
     assert "cut: the result has 200,001 characters" in result
-    assert box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS}}}')) == "x" * MAX_RESULT_CHARS
+    assert box([], "*")[0].run(Call("1", "write", f'{{"size": {MAX_RESULT_CHARS}}}')).text == "x" * MAX_RESULT_CHARS
 
 
 # ---- what is kept ----
@@ -306,10 +311,11 @@ def test_tools_of_servers_are_called(running: Any) -> None:
         "type": "function", "function": {"name": "one_add", "description": "Does add.", "parameters": {
             "type": "object", "properties": {"a": {"type": "integer"}, "b": {"type": "integer"}}}},
     }  # fmt: skip
-    assert running.call("one_add", {"a": 3, "b": 4}) == "7"
-    assert running.call("od_d_name", {"x": ["ä"]}) == '{"x": ["\\u00e4"]}'
-    assert running.call("show", {}) == "see\n[image, which is not shown here]\ninside"
-    assert len(running.call("long", {})) == 300_000
+    assert running.call("one_add", {"a": 3, "b": 4}).text == "7"
+    assert running.call("od_d_name", {"x": ["ä"]}).text == '{"x": ["\\u00e4"]}'
+    text = "see\n[resource_link, which is not shown here]\ninside"
+    assert running.call("show", {}) == (text, (PNG, "data:audio/wav;base64,AAAA"))
+    assert len(running.call("long", {}).text) == 300_000
 
 
 def test_what_fails_in_a_server_is_told(running: Any) -> None:
@@ -324,7 +330,7 @@ def test_what_fails_in_a_server_is_told(running: Any) -> None:
     assert "die" not in caught.value.message, "who tells a failure names the tool"
     with pytest.raises(RequestError):
         running.call("one_add", {"a": 3, "b": 4})
-    assert running.call("two_add", {"a": 3, "b": 4}) == "7"
+    assert running.call("two_add", {"a": 3, "b": 4}).text == "7"
 
 
 def test_ctrl_c_stops_a_call_and_not_its_server() -> None:
@@ -653,11 +659,47 @@ def test_what_is_held_is_written_once(quiet: bool, monkeypatch: pytest.MonkeyPat
     assert aside == ([] if quiet else ["```\na\n```\n"] * 2)
 
 
+def test_a_model_is_shown_what_it_can_be_shown() -> None:
+    seen, bad, sound = list[str](), "data:image/png;base64,BAD", "data:audio/wav;base64,AAAA"
+
+    def look(url: str) -> None:
+        seen.append(url)
+        if url != PNG:
+            raise UnsupportedError("it is damaged")
+
+    tools, _, _ = box([], "*")
+    call = Call("1", "write", json.dumps({"images": [PNG, bad, PNG, sound]}))
+    assert tools.run(call) == ("xx\n" + "[image: not shown here]\n" * 3 + "[sound: not shown here]", ())
+    tools.look = look
+    assert tools.run(call) == ("xx\n[image: it is damaged]\n[sound: it is damaged]", (PNG, PNG))
+    assert seen == [PNG, bad, PNG, sound]
+    many = tools.run(Call("1", "write", json.dumps({"size": 0, "images": [PNG] * (MAX_IMAGES + 1)})))
+    assert many == (f"[image: of one result {MAX_IMAGES} are shown]", (PNG,) * MAX_IMAGES)
+    assert len(seen) == 4 + MAX_IMAGES
+
+
+def test_images_of_results_are_kept_with_them() -> None:
+    conversation = Conversation()
+    conversation.ask("look")
+    call = Call("c", "look", "{}")
+    conversation.answer("", calls=[call])
+    conversation.take_result(call, "a cat", (PNG,))
+    again = Conversation.replay(json.loads(json.dumps(conversation.events())))
+    shown = {"type": "image_url", "image_url": {"url": PNG}}
+    told = {"role": "tool", "content": [shown, {"type": "text", "text": "a cat"}], "tool_call_id": "c", "name": "look"}
+    assert for_template(None, again.messages)[-1] == told
+    assert json.loads(as_json(again, "m"))["messages"][-1] == told
+    assert "*(image)*" in as_markdown(again, "m")
+    wrong = [{**each, "images": [PNG]} if each.get("role") == "assistant" else each for each in conversation.events()]
+    with pytest.raises(SessionError, match="another role's"):
+        Conversation.replay(wrong)
+
+
 def test_a_model_that_calls_for_ever_is_stopped() -> None:
     tools, source, _ = box([], "*")
     call, taken = Call("1", "write", "{}"), list[str]()
     with pytest.raises(RequestError) as caught:
-        tools.follow([call], lambda call, result: taken.append(result), lambda: [call, call], "enough")
+        tools.follow([call], lambda call, result: taken.append(result.text), lambda: [call, call], "enough")
     assert (caught.value.message, caught.value.hint) == (f"the model has called tools {MAX_ROUNDS} times", "enough")
     assert len(taken) == len(source.called) == 2 * MAX_ROUNDS - 1
     rest = iter([[call]] * (MAX_ROUNDS - 1) + [[]])

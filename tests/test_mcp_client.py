@@ -105,7 +105,7 @@ def test_each_server_gets_its_own_calls_though_two_have_one_name() -> None:
     servers = [odd(f"m.result_of = lambda name, given: {{'content': [{{'type': 'text', 'text': '{n}'}}]}}\nm.main()", tool)
                for n, tool in ((1, "one"), (2, "two"))]  # fmt: skip
     with running(*servers) as tools:
-        assert [tools.call("one", {}), tools.call("two", {})] == ["1", "2"]
+        assert [tools.call("one", {}).text, tools.call("two", {}).text] == ["1", "2"]
 
 
 def test_a_request_to_end_is_no_failure_of_a_tool(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -129,7 +129,7 @@ def test_what_a_server_writes_where_it_should_not_is_passed_over(caplog: pytest.
     """A flood would push what a person decides on off the screen, or fill the disk."""
     script = "sys.stderr.write('noise\\n' * 300_000)\nos.write(1, b'not JSON\\n' * 100 + b'\\xff\\n{}\\n')\nm.main()"
     with running(odd(script, "add")) as tools:
-        assert tools.call("add", {"a": 1, "b": 2}) == "3"
+        assert tools.call("add", {"a": 1, "b": 2}).text == "3"
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
@@ -151,7 +151,7 @@ m.main()
 
 def test_what_a_server_asks_for_is_refused(caplog: pytest.LogCaptureFixture) -> None:
     with running(odd(REQUESTS, "work")) as tools:
-        assert tools.call("work", {}) == "all refused"
+        assert tools.call("work", {}).text == "all refused"
     assert [each for each in caplog.records if each.levelno >= logging.WARNING] == []
 
 
@@ -159,7 +159,7 @@ def test_a_server_that_does_not_end_is_ended() -> None:
     script = "import signal\nsignal.signal(15, signal.SIG_IGN)\nm.result_of = lambda name, given: {'content': [{'type': 'text'," \
              "'text': str(os.getpid())}]}\nm.main()\ntime.sleep(600)"  # fmt: skip
     with running(odd(script, "pid")) as tools:
-        pid = int(tools.call("pid", {}))
+        pid = int(tools.call("pid", {}).text)
         assert is_alive(pid)
     assert within(1.0, lambda: not is_alive(pid))
 
@@ -167,7 +167,7 @@ def test_a_server_that_does_not_end_is_ended() -> None:
 def test_a_result_may_be_values_alone() -> None:
     script = "m.result_of = lambda name, given: {'content': [], 'structuredContent': {'sum': 3}}\nm.main()"
     with running(odd(script, "add")) as tools:
-        assert tools.call("add", {}) == '{"sum": 3}'
+        assert tools.call("add", {}).text == '{"sum": 3}'
 
 
 @pytest.mark.parametrize("result", ["{}", "{'content': 5}", "{'content': [{'type': 'text'}]}"])
@@ -218,7 +218,7 @@ def served(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
 def test_a_server_elsewhere_is_called(served: Any, headers: dict[str, str]) -> None:
     with running(McpServer("far", url=f"http://127.0.0.1:{served.server_port}/mcp", headers=headers)) as tools:
         assert [each.name for each in tools.tools] == ["add", "fail", "show"]
-        assert tools.call("add", {"a": 1, "b": 2}) == "3"
+        assert tools.call("add", {"a": 1, "b": 2}).text == "3"
         with pytest.raises(RequestError, match="luck"):
             tools.call("fail", {})
     assert set(served.tokens) == {headers.get("X-Token")}

@@ -45,8 +45,8 @@ class Call:
 @dataclass(frozen=True, slots=True)
 class Message:
     """One turn's half. `parent`: the message before it. `cut`: why an answer is not whole. `model`: who answered. `images`: data
-    URLs, of a person's message, of sounds and videos, too; they stand before its text. `calls`: of an answer, whose results are
-    messages behind it, of a tool; `call_id`: of such a message, the call's, and `name` the tool's."""
+    URLs, of a person's message or a tool's, of sounds and videos, too; they stand before its text. `calls`: of an answer, whose
+    results are messages behind it, of a tool; `call_id`: of such a message, the call's, and `name` the tool's."""
 
     id: int
     parent: int | None
@@ -61,9 +61,7 @@ class Message:
     name: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        if self.images:
-            return said(self.content, self.images)
-        plain: dict[str, Any] = {"role": self.role, "content": self.content}
+        plain: dict[str, Any] = said(self.content, self.images) | {"role": self.role}
         if self.reasoning:
             plain["reasoning_content"] = self.reasoning
         if self.calls:
@@ -172,9 +170,9 @@ class Conversation:
             done.add(messages.pop().call_id)
         return [each for each in messages[-1].calls if each.id not in done] if messages else []
 
-    def take_result(self, call: Call, content: str) -> Message:
+    def take_result(self, call: Call, content: str, images: Iterable[str] = ()) -> Message:
         """What came of a call of the last answer's."""
-        return self._add("tool", content, call_id=call.id, name=call.name)
+        return self._add("tool", content, call_id=call.id, name=call.name, images=tuple(images))
 
     def undo(self) -> Message:
         """Takes the last question and its answer back, and returns the question. Raises UsageError where there is none."""
@@ -251,8 +249,8 @@ def _message_of(event: Mapping[str, Any]) -> Message:
     called = isinstance(calls, list | tuple) and all(map(_is_call, calls))
     if not (texts and ids and kinds and seen and called and "content" in fields):
         raise SessionError("a message has fields that make no sense")
-    owners = {"images": "user", "calls": "assistant", "call_id": "tool", "name": "tool"}
-    if any(fields.get(name) and fields["role"] != role for name, role in owners.items()):
+    owners = {"images": ("user", "tool"), "calls": ("assistant",), "call_id": ("tool",), "name": ("tool",)}
+    if any(fields.get(name) and fields["role"] not in roles for name, roles in owners.items()):
         raise SessionError("a message has fields that are another role's")
     if fields["role"] == "tool" and not (fields.get("call_id") and fields.get("name")):
         raise SessionError("a tool's result is of no call")

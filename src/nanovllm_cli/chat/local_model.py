@@ -78,6 +78,9 @@ class LocalModel(Model):
     def sees_videos(self) -> bool:
         return self.llm.vision is not None and self.llm.vision.video is not None
 
+    def look(self, url: str) -> None:
+        self.prompts.prompting.look(url)
+
     @property
     def facts(self) -> str:
         llm = self.llm

@@ -17,7 +17,7 @@ from nanovllm_cli.chat.model import Model
 from nanovllm_cli.chat.prompt import OVERFLOW_HINT
 from nanovllm_cli.chat.session import Session, Sessions, kept_ids, last_model
 from nanovllm_cli.chat.surface import NEARLY_FULL, Display, Reader, Status
-from nanovllm_cli.chat.toolbox import calls_of
+from nanovllm_cli.chat.toolbox import Outcome, calls_of
 from nanovllm_cli.chat.turn import Turn
 from nanovllm_cli.cli import signals
 from nanovllm_cli.cli.progress_line import counted
@@ -347,9 +347,9 @@ class Chat:
         last = self.conversation.last
         return last is not None and (bool(last.calls) or last.role == "tool")
 
-    def _take(self, call: Call, result: str) -> None:
+    def _take(self, call: Call, result: Outcome) -> None:
         """What Ctrl-C stopped has none, which the model is told when it is asked again."""
-        self.conversation.take_result(call, result)
+        self.conversation.take_result(call, *result)
         self._used = None
 
     def _stream(

@@ -20,7 +20,7 @@ from contextlib import AsyncExitStack
 from typing import Any, NamedTuple, TextIO, TypeVar
 
 from nanovllm_cli.chat.mcp_servers import McpServer
-from nanovllm_cli.chat.toolbox import Tool
+from nanovllm_cli.chat.toolbox import Outcome, Tool
 from nanovllm_cli.cli import signals
 from nanovllm_cli.errors import RequestError, UnsupportedError, UsageError
 from nanovllm_cli.text.tool_calls import MAX_NAME_CHARS, MAX_TOOLS
@@ -33,6 +33,7 @@ END_SECONDS = 10.0
 """The package asks a server to end, and kills it, in less."""
 MAX_PAGES = 100
 _NAME = re.compile(r"[^A-Za-z0-9_-]")
+_MEDIA = re.compile(r"(image|audio)/[a-z0-9.+-]+", re.IGNORECASE)
 _FAILURES = Exception, BaseExceptionGroup
 """What the package raises: groups, where a connection broke. Ctrl-C and requests to end are none."""
 
@@ -94,19 +95,19 @@ class McpTools:
             self._told(self._tools)
         return self._tools
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
+    def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
         self.wait()
         owner = self._owners[name]
         try:
             result = self._wait(owner.client.call_tool(owner.tool, arguments), owner.server.timeout)
         except _FAILURES as error:
             raise RequestError(_said(error)) from error
-        text = "\n".join(_texts(result.content))
-        if not text and result.structured_content is not None:
+        text, images = "\n".join(_texts(result.content)), tuple(filter(None, map(_url, result.content)))
+        if not (text or images) and result.structured_content is not None:
             text = json.dumps(result.structured_content, ensure_ascii=False)
         if result.is_error:
             raise RequestError(text or "it does not say why")
-        return text
+        return Outcome(text, images)
 
     def close(self) -> None:
         """Ends the servers, those that never came as well; whoever asks for the end twice waits for that."""
@@ -252,11 +253,21 @@ async def _all_tools(client: Any) -> list[Any]:
 
 
 def _texts(content: Sequence[Any]) -> Iterator[str]:
-    """What a model reads of a result: its texts, and of anything else that it was there."""
+    """What a model reads of a result: its texts, and of what is neither text nor image nor sound that it was there."""
     for part in content:
+        if _url(part) is not None:
+            continue
         resource = getattr(part, "resource", None)
         text = getattr(part, "text", None) if resource is None else getattr(resource, "text", None)
         yield text if isinstance(text, str) else f"[{getattr(part, 'type', 'something')}, which is not shown here]"
+
+
+def _url(part: Any) -> str | None:
+    """An image or a sound, as its server says that it is one; whether it is, whoever looks at it will see."""
+    kind, data = getattr(part, "mime_type", None), getattr(part, "data", None)
+    if not (isinstance(kind, str) and isinstance(data, str) and _MEDIA.fullmatch(kind)):
+        return None
+    return f"data:{kind.lower()};base64,{data}"
 
 
 def _said(error: BaseException) -> str:

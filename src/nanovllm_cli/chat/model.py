@@ -78,6 +78,9 @@ class Model(Protocol):
         """The same of videos."""
         return None
 
+    def look(self, url: str) -> None:
+        """Whether it can be shown this data URL, as a tool's result. Raises NanovllmError where it cannot."""
+
     @property
     def facts(self) -> str:
         """What it is, in one line."""

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 from nanovllm_cli.chat.model import Model, Reply, Settings
 from nanovllm_cli.chat.prompt import for_template
-from nanovllm_cli.cli.remote import RemoteAnswering, settled, waited_for
+from nanovllm_cli.cli.remote import NOT_SHOWN, RemoteAnswering, settled, waited_for
 from nanovllm_cli.client.endpoint import Endpoint, ServedModel, unknown_model
 from nanovllm_cli.client.wire import CHAT, chat_body
-from nanovllm_cli.errors import UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.text.reasoning import thinking_variables
 
 if TYPE_CHECKING:
@@ -44,6 +44,9 @@ class RemoteModel(Model):
     def limit(self) -> int | None:
         assert self._served is not None, "open comes first"
         return self._served.context_len
+
+    def look(self, url: str) -> None:
+        raise UnsupportedError(NOT_SHOWN)
 
     @property
     def facts(self) -> str:

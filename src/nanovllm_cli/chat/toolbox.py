@@ -14,17 +14,27 @@ from typing import Any, NamedTuple, Protocol
 
 from nanovllm_cli.chat.conversation import Call
 from nanovllm_cli.cli.answering import Answer
+from nanovllm_cli.cli.question import WORDS, kind_of
 from nanovllm_cli.cli.table import shortened
-from nanovllm_cli.errors import NanovllmError, RequestError
+from nanovllm_cli.errors import NanovllmError, RequestError, UnsupportedError
 from nanovllm_cli.text.tool_calls import is_object, new_call_id
 
 MAX_RESULT_CHARS = 200_000
+MAX_IMAGES = 16
+"""Of one result."""
 MAX_ROUNDS = 50
 """Of calls behind one message; a model may call tools for ever."""
 
 REFUSED = "The user did not allow this call."
 NAMELESS = "nameless"
 """A tool that a server's call does not name: there is none, which its model is told."""
+
+
+class Outcome(NamedTuple):
+    """Of a call. images: data URLs, of sounds, too."""
+
+    text: str
+    images: tuple[str, ...] = ()
 
 
 class Tool(NamedTuple):
@@ -50,21 +60,27 @@ class ToolSource(Protocol):
     def check(self) -> None:
         """Raises NanovllmError where it is known that they do not come."""
 
-    def call(self, name: str, arguments: dict[str, Any]) -> str:
-        """What it gives, as text. Raises NanovllmError where it fails, and KeyboardInterrupt, which stops it."""
+    def call(self, name: str, arguments: dict[str, Any]) -> Outcome:
+        """What it gives. Raises NanovllmError where it fails, and KeyboardInterrupt, which stops it."""
+
+
+def not_shown(url: str) -> None:
+    """To a model of which nobody knows whether it could be shown anything."""
+    raise UnsupportedError("not shown here")
 
 
 @dataclass
 class Toolbox:
     """allowed: names and patterns of names that need no asking. ask: for a person's answer, behind what `show` has shown of the
-    call; None where nobody can be asked. tell: what happens, for who wants to know. after_stop: what goes on with a call that
-    was stopped."""
+    call; None where nobody can be asked. tell: what happens, for who wants to know. look: at a data URL, whether the model can be
+    shown it; raises NanovllmError where it cannot. after_stop: what goes on with a call that was stopped."""
 
     source: ToolSource
     allowed: Sequence[str] = ()
     ask: Callable[[], str | None] = lambda: None
     show: Callable[[str], None] = lambda line: None
     tell: Callable[[str], None] = lambda line: None
+    look: Callable[[str], object] = not_shown
     after_stop: str = "; /continue goes on with it"
     _always: set[str] = field(default_factory=set, init=False)
 
@@ -83,7 +99,7 @@ class Toolbox:
         self._always.clear()
 
     def follow(
-        self, calls: Sequence[Call], take: Callable[[Call, str], object], again: Callable[[], Sequence[Call]], hint: str
+        self, calls: Sequence[Call], take: Callable[[Call, Outcome], object], again: Callable[[], Sequence[Call]], hint: str
     ) -> None:
         """Runs an answer's calls, hands each result to `take` and has the model answer `again`, which says what that calls; until
         it calls nothing. Raises RequestError, with the hint, where that does not end, and KeyboardInterrupt."""
@@ -95,13 +111,13 @@ class Toolbox:
         if calls:
             raise RequestError(f"the model has called tools {MAX_ROUNDS} times", hint)
 
-    def run_all(self, calls: Sequence[Call], take: Callable[[Call, str], object]) -> None:
+    def run_all(self, calls: Sequence[Call], take: Callable[[Call, Outcome], object]) -> None:
         """One behind the other."""
         for call in calls:
             take(call, self.run(call))
 
-    def run(self, call: Call) -> str:
-        """What the model is told of its call. Raises KeyboardInterrupt."""
+    def run(self, call: Call) -> Outcome:
+        """What the model is told of its call, and shown. Raises KeyboardInterrupt."""
         try:
             arguments = json.loads(call.arguments or "{}")
         except (ValueError, RecursionError):
@@ -115,14 +131,28 @@ class Toolbox:
             if self.needs_no_asking(call.name):
                 self.tell(f"calling {call.name} {_shown(arguments)}")
             elif not self._is_allowed(tool, arguments):
-                return REFUSED
+                return Outcome(REFUSED)
             result = self.source.call(call.name, arguments)
         except KeyboardInterrupt:
             self.tell(f"{call.name} was stopped{self.after_stop}")
             raise
         except NanovllmError as error:
             return self._failed(call, error.message)
-        return _bounded(result)
+        return self._seen(result)
+
+    def _seen(self, found: Outcome) -> Outcome:
+        """With those images that the model can be shown, and of the others, that they were there."""
+        lines, images = [found.text] if found.text else [], list[str]()
+        for url in found.images:
+            try:
+                if len(images) == MAX_IMAGES:
+                    raise UnsupportedError(f"of one result {MAX_IMAGES} are shown")
+                self.look(url)
+            except NanovllmError as error:
+                lines.append(f"[{WORDS[kind_of(url)]}: {error.message}]")
+            else:
+                images.append(url)
+        return Outcome(_bounded("\n".join(lines)), tuple(images))
 
     def _is_allowed(self, tool: Tool, arguments: dict[str, Any]) -> bool:
         """By a person, who is shown all of the call: a line each, as one of many could hide the rest."""
@@ -146,9 +176,9 @@ class Toolbox:
                 self.tell(f"{name} was not run")
                 return False
 
-    def _failed(self, call: Call, why: str) -> str:
+    def _failed(self, call: Call, why: str) -> Outcome:
         self.tell(f"{shortened(call.name, 100)} failed: {shortened(' '.join(why.split()), 300)}")
-        return _bounded(f"Error: {why}")
+        return Outcome(_bounded(f"Error: {why}"))
 
 
 def calls_of(answer: Answer, *, is_whole: bool) -> list[Call]:

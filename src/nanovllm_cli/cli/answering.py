@@ -174,6 +174,9 @@ class Answerer(Protocol):
     def asked_for_words(self, question: Question) -> Question:
         """A question about a sound, with `wishes`, as this one is asked for what is said in it. UsageError where it can't be."""
 
+    def look(self, url: str) -> None:
+        """Whether it can be shown this data URL, as a tool's result. Raises NanovllmError where it cannot."""
+
     @property
     def identity(self) -> list[str]:
         """What an answer depends on besides the question: results of another one are other results."""

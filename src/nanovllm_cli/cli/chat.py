@@ -193,6 +193,8 @@ def _converse(
     system = None if talk.system_prompt is None else inputs.checked(talk.system_prompt, "the system prompt")
     at_terminal = sys.stdin is not None and sys.stdin.isatty()
     chat = loop.Chat(source.model(options), saved, surface.display, interactive=at_terminal, edits=surface.edits)
+    if tools is not None:
+        tools.look = lambda url: chat.model.look(url)
     with contextlib.closing(chat):
         if resumed is not None:
             chat.resume(resumed)

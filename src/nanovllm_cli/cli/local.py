@@ -198,6 +198,9 @@ class LocalAnswerer:
         """By a Whisper as it is; else in a conversation, as the model's family is asked, and without times."""
         return question if self.dictates else self._prompting.for_words(question)
 
+    def look(self, url: str) -> None:
+        self._prompting.look(url)
+
     @property
     def identity(self) -> list[str]:
         """The model by its files, and the settings that decide an answer, "auto" as what it came to. How fast one comes, and how

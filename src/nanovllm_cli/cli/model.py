@@ -18,11 +18,11 @@ from nanovllm_cli.cli.inputs import read_text
 from nanovllm_cli.cli.options import ModelOptions, SourceOptions
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
-from nanovllm_cli.cli.question import Question, kind_of, with_system
+from nanovllm_cli.cli.question import Question, kind_of, said, with_system
 from nanovllm_cli.cli.settings import Settings
 from nanovllm_cli.cli.shared_options import Choice
 from nanovllm_cli.collector import keep_loaded
-from nanovllm_cli.errors import TemplateError, UsageError
+from nanovllm_cli.errors import NanovllmError, TemplateError, UnsupportedError, UsageError
 from nanovllm_cli.text.content_parts import SOUNDS
 
 if TYPE_CHECKING:
@@ -193,6 +193,16 @@ class Prompting:
     def encode(self, messages: Sequence[Message]) -> list[int]:
         """Ids of a conversation, up to where the model's answer begins."""
         return self.llm.encode_chat(messages, tools=self.tools or None, chat_template_kwargs=self._template_kwargs() or None)
+
+    def look(self, url: str) -> None:
+        """Reads a conversation in which a tool gives this data URL. Raises UnsupportedError for what is wrong with it, and for
+        what the model or its template lacks for it."""
+        call = {"id": "000000000", "type": "function", "function": {"name": "look", "arguments": "{}"}}
+        result = said("", [url]) | {"role": "tool", "tool_call_id": call["id"], "name": "look"}
+        try:
+            self.encode([said("Look."), {"role": "assistant", "content": "", "tool_calls": [call]}, result])
+        except NanovllmError as error:
+            raise UnsupportedError(error.message.replace("messages[2].content[0]", "it")) from error
 
     def for_words(self, question: Question) -> Question:
         """What asks a model that chats for what is said in a sound, as its family is asked (`text/transcripts.py`)."""

@@ -7,7 +7,8 @@
            or {"id", "line", "error": {"type", "message"}, "key"}
 answer     {"index", "text", "finish_reason", "stop_reason", "num_tokens"},
            and "reasoning", "logprobs", "language", "segments", "calls" where there are any
-call       {"name", "arguments", "result"} of a tool, before the answer; "arguments" as the model wrote them, JSON as a rule. With
+call       {"name", "arguments", "result"} of a tool, before the answer; "arguments" as the model wrote them, JSON as a rule.
+           "images": how many images and sounds the model was shown, where there were any. With
            --json "said": the text of the answer that it is in, with the first of these calls
 segment    {"start", "end", "text"} of a transcript, in seconds, how it was found, and "words" where they are asked for
 """

@@ -29,6 +29,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 MOST_AT_A_TIME = 32
 """Requests of a batch that are under way together."""
+NOT_SHOWN = "not shown: the model is a server's"
+"""OpenAI's own takes no images of tools."""
 MEASURABLE_SECONDS = 0.01
 """From an answer's first read to its last. What came in less time had been waiting, in the server or on the way."""
 
@@ -155,6 +157,9 @@ class RemoteAnswerer:
     def asked_for_words(self, question: Question) -> Question:
         hint = "curl URL/v1/audio/transcriptions -F file=@talk.wav -F language=en"
         raise UsageError(f"{(question.wishes.flags or ['--language'])[0]} is for a model in this process", hint)
+
+    def look(self, url: str) -> None:
+        raise UnsupportedError(NOT_SHOWN)
 
     @property
     def adapters(self) -> list[tuple[str, float]]:

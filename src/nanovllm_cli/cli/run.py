@@ -205,6 +205,8 @@ def _run_one(
         if box is not None and not answerer.chats:
             why = "it writes down sounds" if answerer.dictates else "it has no chat template, which would tell it of them"
             raise UsageError(f"{answerer.name} calls no tools: {why}", "leave --mcp out, or take another model")
+        if box is not None:
+            box.look = answerer.look
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
         if answerer.reads_alone and last is not None:

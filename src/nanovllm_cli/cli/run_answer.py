@@ -24,7 +24,7 @@ from nanovllm_cli.errors import RequestError
 
 if TYPE_CHECKING:
     from nanovllm_cli.chat.conversation import Call
-    from nanovllm_cli.chat.toolbox import Toolbox
+    from nanovllm_cli.chat.toolbox import Outcome, Toolbox
     from nanovllm_cli.cli.answering import Answer, Answerer, Answering
     from nanovllm_cli.cli.files import WholeFile
 
@@ -73,7 +73,7 @@ class _Run:
         self._options, self._screen, self._file = options, screen, file
         self._answering = answerer.ask(question, given)
         self._calls: list[Call] = []
-        self._results: dict[str, str] = {}
+        self._results: dict[str, Outcome] = {}
         self._has_called = False
         holds = holds and not (screen.out.is_terminal and file is None)
         streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
@@ -108,9 +108,10 @@ class _Run:
             logger.info("%s", answering.statistics(time.monotonic()).line())
         return self._calls
 
-    def take(self, call: Call, result: str) -> None:
+    def take(self, call: Call, result: Outcome) -> None:
         self._results[call.id] = result
-        self._printer.called({"name": call.name, "arguments": call.arguments, "result": result})
+        shown = {"images": len(result.images)} if result.images else {}
+        self._printer.called({"name": call.name, "arguments": call.arguments, "result": result.text, **shown})
 
     def again(self) -> list[Call]:
         """The next answer, which has the results."""
@@ -168,16 +169,17 @@ class _Run:
         said: Message = {"role": "assistant", "content": before + answer.content}
         if not self._calls:
             return [*messages, said]
+        from nanovllm_cli.chat.conversation import Message as Turn
         from nanovllm_cli.chat.prompt import NOT_RUN
 
         if answer.reasoning:
             said["reasoning_content"] = answer.reasoning
         said["tool_calls"] = [each.for_template() for each in self._calls]
-        results: list[Message] = [
-            {"role": "tool", "content": self._results.get(each.id, NOT_RUN), "tool_call_id": each.id, "name": each.name}
-            for each in self._calls
-        ]
-        return [*messages, said, *results]
+        messages.append(said)
+        for call in self._calls:
+            text, images = self._results.get(call.id, (NOT_RUN, ()))
+            messages.append(Turn(0, None, "tool", text, images=images, call_id=call.id, name=call.name).for_template())
+        return messages
 
 
 def _calls_of(answer: Answer) -> list[Call]:
