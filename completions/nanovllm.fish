@@ -520,6 +520,7 @@ complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l chat-template -r -F
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l url -x -d 'Ask this OpenAI-compatible server: http://HOST:PORT with or without /v1, or unix:///SOCKET'
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l api-key -x -d 'Its key'
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l timeout -x -d 'Most seconds in which it says nothing'
+complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -o np -l parallel -l max-num-seqs -x -d 'Most answers that the model works on at once'
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l think -x -a 'on off' -d 'Whether the model reasons where a request does not say, if its template has a switch'
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l chat-template-kwargs -x -d 'More variables for the chat template'
 complete -c nanovllm -n '__nanovllm_at '\''run-batch'\''' -l tool-call-parser -x -d 'How the model writes tool calls'

@@ -30,7 +30,7 @@ from nanovllm_cli.cli.batch_requests import (
     read_requests,
     usage_of,
 )
-from nanovllm_cli.cli.command import MODEL, expand, option
+from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option
 from nanovllm_cli.cli.files import output_path
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT
 from nanovllm_cli.cli.log import screen_for
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 EXAMPLE = "for example: nanovllm run-batch tiny requests.jsonl -o answers.jsonl"
 FILES = "Files"
 MOST_HERE = 256
-"""Requests that are under way together; the engine takes as many of them into a step as it has room for."""
+"""Requests that are under way together, at the least; the engine takes as many of them into a step as it has room for."""
 _DECIDE = (
     "dtype", "device", "quant", "lora", "lora_modules", "control_vectors", "control_vector_layers", "activations",
     "max_model_len", "rope", "overrides", "kv_cache_dtype", "cache_type_k", "cache_type_v", "deterministic", "image_max_tokens",
@@ -83,9 +83,14 @@ class FileOptions:
 
 
 @dataclass(frozen=True, slots=True)
-class ChatsOptions:
-    """What counts in conversations whose requests do not say."""
+class RequestsOptions:
+    """How many at once, and what counts in conversations whose requests do not say."""
 
+    parallel: int | None = option(
+        "-np", "--parallel", "--max-num-seqs",
+        help=f"Most answers that the model works on at once. [{EngineConfig().max_num_seqs}]",
+        panel=ENGINE, envvar="NANOVLLM_PARALLEL",
+    )
     think: Choice | None = option(
         "--think", help="Whether the model reasons where a request does not say, if its template has a switch.", panel=MODEL
     )
@@ -131,7 +136,7 @@ def run_batch(
     ] = None,
     model: ModelOptions,
     server: RemoteOptions,
-    chats: ChatsOptions,
+    wanted: RequestsOptions,
     sampling: AnswersOptions,
     engine: EngineOptions,
     files: FileOptions,
@@ -146,7 +151,7 @@ def run_batch(
     screen = screen_for(messages)
     if files.overwrite and not files.output:
         raise UsageError("--overwrite has no meaning without -o")
-    local = [each.name for group in (ChatsOptions, AnswersOptions) for each in dataclasses.fields(group)]
+    local = [each.name for group in (RequestsOptions, AnswersOptions) for each in dataclasses.fields(group)]
     endpoint = server.endpoint(ctx, *local)
     if endpoint is not None:
         source = _source([word for word in (model_word, *(words or [])) if word], files)
@@ -158,14 +163,14 @@ def run_batch(
     name, spoken = name_and_words(model, model_word, words or [])
     name = named_model(ctx.obj, name, EXAMPLE)
     requests = read_requests(_source(spoken, files), screen)
-    config = engine.config(model, settings=ctx.obj)
-    config = dataclasses.replace(config, lora_modules=tuple(chats.lora_modules or ()))
+    config = engine.config(model, max_num_seqs=wanted.parallel, settings=ctx.obj)
+    config = dataclasses.replace(config, lora_modules=tuple(wanted.lora_modules or ()))
     requests = _of_this_model(requests, short_name(name), [adapter for adapter, _ in config.lora_modules], screen)
-    variables, given = template_kwargs(ctx, chats.chat_template_kwargs), sampling.given()
+    variables, given = template_kwargs(ctx, wanted.chat_template_kwargs), sampling.given()
     with _results(files, requests, screen) as results:  # before anything slow happens
         screen.announce(f"loading {name}")
-        served = _served(name, model, config, chats, variables, given, screen)
-        run = _Run(requests, results, Tally(results, len(requests), screen, files.stats), _deciding(served, chats))
+        served = _served(name, model, config, wanted, variables, given, screen)
+        run = _Run(requests, results, Tally(results, len(requests), screen, files.stats), _deciding(served, wanted))
 
         def ready(facts: Facts) -> None:
             screen.say(told_of(served.names[0], facts), "dim")
@@ -176,9 +181,14 @@ def run_batch(
 
 
 def _served(
-    name: str, model: ModelOptions, config: EngineConfig, chats: ChatsOptions, variables: dict[str, Any], given: dict[str, Any],
+    name: str,
+    model: ModelOptions,
+    config: EngineConfig,
+    wanted: RequestsOptions,
+    variables: dict[str, Any],
+    given: dict[str, Any],
     screen: Console,
-) -> ModelSettings:  # fmt: skip
+) -> ModelSettings:
     """The model, on this machine. Raises NanovllmError."""
     template = chat_template(model.chat_template)
     with signals.insisting():
@@ -190,20 +200,21 @@ def _served(
     say_parts(config, screen)
     found = resolve(name, offline=model.offline, revision=model.revision, pick=files_for(config), progress=progress)
     return ModelSettings(
-        (short_name(name),), found.path, config, template, given, chats.tool_call_parser, chats.reasoning_parser,
-        None if chats.think is None else chats.think == "on", ChatDefaults(variables),
+        (short_name(name),), found.path, config, template, given, wanted.tool_call_parser, wanted.reasoning_parser,
+        None if wanted.think is None else wanted.think == "on", ChatDefaults(variables),
     )  # fmt: skip
 
 
-def _deciding(model: ModelSettings, chats: ChatsOptions) -> list[object]:
+def _deciding(model: ModelSettings, wanted: RequestsOptions) -> list[object]:
     """What an answer follows from, besides its line: the model by its files, and settings. How fast one comes decides nothing."""
     from nanovllm_cli.cli.local import stamps_of
 
     config = model.config
     beside = [*(path for path, _ in (*config.lora, *config.control_vectors)), *(path for _, path in config.lora_modules)]
     files = [str(Path(each).resolve()) for each in (str(model.path), *beside, *filter(None, [config.mmproj]))]
+    chosen = [wanted.think, wanted.chat_template_kwargs, wanted.tool_call_parser, wanted.reasoning_parser]
     stamps, settings = [stamps_of(Path(each)) for each in files], [str(getattr(config, name)) for name in _DECIDE]
-    return [files, stamps, settings, model.chat_template, model.given, dataclasses.asdict(chats)]
+    return [files, stamps, settings, model.chat_template, model.given, chosen]
 
 
 class _Run:
@@ -257,9 +268,10 @@ async def _here(
     """Answers of a model of this machine. ready: told of it once it is loaded."""
     from nanovllm_cli.server.in_process import routes_of
 
-    async with routes_of(model, max_requests=MOST_HERE, max_body_bytes=MAX_INPUT_BYTES, on_loading=teller(screen)) as routes:
+    most = max(MOST_HERE, 2 * model.config.max_num_seqs)
+    async with routes_of(model, max_requests=most, max_body_bytes=MAX_INPUT_BYTES, on_loading=teller(screen)) as routes:
         ready(routes.facts)
-        async for found in _asked(left, routes.post, MOST_HERE):
+        async for found in _asked(left, routes.post, most):
             yield found
 
 
