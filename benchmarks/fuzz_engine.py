@@ -213,7 +213,8 @@ def ask(r: random.Random, before: list[RequestOutput], spec: ModelSpec, context:
     prompt = prompt[: context - 1]
     salt = f"{spec.rope_regime(len(prompt))} {r.choice(('', '', '', 'its own'))}"
     if r.random() < 0.1:
-        beams = {"num_beams": r.choice((2, 3, 6)), "n": r.choice((1, 2)), "max_tokens": r.choice((1, 4, 20)), "logprobs": 0}
+        most = min(r.choice((2, 3, 6)), spec.vocab_size - 1)  # beside the token that ends an answer
+        beams = {"num_beams": most, "n": r.choice((1, 2)), "max_tokens": r.choice((1, 4, 20)), "logprobs": 0}
         return Asked(prompt, beams, salt)
     given = {name: r.choice(values) for name, (chance, values) in CHOICES.items() if r.random() < chance}
     given |= {"temperature": r.choice((0.0, 0.0, 0.7, 1.5, 3.0)), "seed": r.randrange(99)}
