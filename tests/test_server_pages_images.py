@@ -1,4 +1,4 @@
-"""Images on the chat page: attached, pasted and dropped, sent, kept, taken back."""
+"""Images, sounds and texts on the chat page: attached, pasted and dropped, sent, kept, taken back."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ def brings(
     files: Sequence[tuple[str, bytes]],
     *,
     to: str = "#input",
+    kind: str = "image/png",
     texts: Sequence[tuple[str, str]] = (),
     and_send: bool = False,
 ) -> bool:
     """Pastes or drops, and sends before the files can have been read. Whether the page took it."""
-    sent = [(name, "image/png", base64.b64encode(data).decode()) for name, data in files]
+    sent = [(name, kind, base64.b64encode(data).decode()) for name, data in files]
     return bool(chat.evaluate(BRINGS, [to, event, sent, texts, and_send]))
 
 
@@ -183,7 +184,6 @@ def test_a_model_that_reads_no_images_is_sent_none(opening: Open, served: Served
     served.answers(Script.of("Yes"))
     chat = opening()
     chat.wait_for_selector("#model option[value=fake]", state="attached")
-    assert chat.locator("#attach").is_hidden()
     assert brings(chat, "drop", [("a.png", picture())])
     chat.shows("#notice", "fake reads no images")
     chat.select_option("#model", "other/model")
@@ -209,9 +209,9 @@ def test_what_is_no_image_is_turned_away(opening: Open, served: Served) -> None:
     chat = opening()
     chat.wait_for_selector("#attach:visible")
     for name, data, problem in (
-        ("<img src=x>.png", SVG, "“<img src=x>.png” is no image that can be sent"),
-        ("page.html", b"<script>window.hacked = 3</script>", "“page.html” is no image"),
-        ("empty.png", b"", "“empty.png” is no image"),
+        ("<img src=x>.png", SVG, "“<img src=x>.png” is nothing that can be sent: an image"),
+        ("page.html", b"<script>window.hacked = 3</script>", "“page.html” is nothing"),
+        ("empty.png", b"", "“empty.png” is nothing"),
         ("cut.png", picture()[:20], "“cut.png” is damaged"),
         ("bm.bmp", b"BM" + bytes(100), "“bm.bmp” is damaged"),
     ):
@@ -222,6 +222,55 @@ def test_what_is_no_image_is_turned_away(opening: Open, served: Served) -> None:
     assert chat.locator("#notice *").count() == 0
     assert chat.evaluate("window.hacked") is None
     assert served.generates.asked == []
+    chat.is_clean()
+
+
+def test_sounds_and_texts_go_with_a_message_too(opening: Open, served: Served, tmp_path: Path) -> None:
+    served.answers(Script.of("Heard"))
+    sound, page = b"RIFF\x04\0\0\0WAVEfmt ", "<script>window.hacked = 1</script>\n```\nä".encode()
+    heard = {"type": "audio_url", "audio_url": {"url": f"data:audio/wav;base64,{base64.b64encode(sound).decode()}"}}
+    text = {"type": "text", "text": "page.html:\n````\n<script>window.hacked = 1</script>\n```\nä\n````"}
+    chat = opening()
+    assert brings(chat, "drop", [("talk.wav", sound)], kind="audio/x-wav")
+    assert brings(chat, "paste", [("page.html", page)], kind="text/html")
+    chat.wait_for_selector("#composer .images li:nth-child(2)")
+    odd = ("a.zip", b"PK\x03\x04\xff", "application/zip"), ("a.mp3", b"words", "audio/mpeg"), ("a.txt", b"a\0", "text/plain")
+    for name, data, kind in odd:
+        assert brings(chat, "drop", [(name, data)], kind=kind)
+        chat.shows("#notice", f"“{name}” is nothing that can be sent")
+    assert brings(chat, "drop", [("long.txt", b"x" * (1 << 20) + b"y")], kind="text/plain")
+    chat.shows("#notice", "“long.txt” has more than 1 MB of text")
+    chat.send("What is said?")
+    chat.finished()
+    question = {"type": "text", "text": "What is said?"}
+    assert sent(served) == [heard, text, question]
+    assert chat.locator(".user .images .file").all_inner_texts() == ["talk.wav", "page.html"]
+    with chat.expect_download() as download:
+        chat.click("#export")
+    path = tmp_path / "conversations.json"
+    download.value.save_as(path)
+    chat.set_input_files("#import-file", path)
+    chat.click(".conversation .open >> nth=1")
+    chat.reload()
+    chat.click("text=Again")
+    chat.finished()
+    assert sent(served) == [heard, text, question]
+    assert chat.evaluate("window.hacked") is None
+    chat.is_clean()
+
+
+def test_a_model_that_hears_nothing_is_sent_no_sound(opening: Open, served: Served, monkeypatch: pytest.MonkeyPatch) -> None:
+    cards = [card._replace(modalities=("text", "image")) for card in served.models.cards()]
+    monkeypatch.setattr(served.models, "cards", lambda: cards)
+    served.answers(Script.of("Yes"))
+    chat = opening()
+    chat.wait_for_selector("#model option[value=fake]", state="attached")
+    assert brings(chat, "drop", [("talk.wav", b"RIFF\x04\0\0\0WAVEfmt ")], kind="audio/wav")
+    chat.shows("#notice", "fake hears no sounds")
+    assert brings(chat, "drop", [("a.py", b"print(1)\n")], kind="text/x-python")
+    chat.send("What does it do?")
+    chat.finished()
+    assert sent(served)[0] == {"type": "text", "text": "a.py:\n```\nprint(1)\n```"}
     chat.is_clean()
 
 
@@ -300,7 +349,7 @@ def test_images_that_find_no_room_are_told_of(opening: Open, served: Served) -> 
     chat.reload()
     choose(chat, ("a.png", picture()))
     chat.send("What is it?")
-    chat.shows("#notice", "could not keep all images of the conversation: The disk is full")
+    chat.shows("#notice", "could not keep all that is attached in the conversation: The disk is full")
     chat.finished()
     chat.click("text=Again")
     chat.finished()

@@ -1,6 +1,6 @@
 // The chat page: conversations on the left, messages in the middle, a box to write in. State is in four places only: `conversations`
 // (kept by store.js), `settings` (kept by the browser), `running` (an AbortController for each conversation that is answered now) and
-// `attached` (images that go with the next message).
+// `attached` (what goes with the next message: images, and sounds and texts, which are called images, too).
 "use strict";
 
 const DEFAULTS = { model: "", system: "", thinking: "", tools: "", ...Object.fromEntries(NUMBERS.map(({ name }) => [name, ""])) };
@@ -16,10 +16,10 @@ let leaving = false;
 
 const log = byId("log");
 const input = byId("input");
-const attached = imageList([], input);
-const readsImages = new Map(); // by a model's name; undefined where the server does not know
+const attached = attachedList([], input);
+const modalities = new Map(); // what a model takes, by its name; undefined where the server does not know
 let attaching = null; // a promise while files are read: whether all could be
-let choosing = attached; // where images go that are chosen now
+let choosing = attached; // where files go that are chosen now
 
 // ---- conversations ----
 
@@ -72,7 +72,7 @@ async function save(conversation, said = true) {
   let what = "the conversation";
   try {
     await store.put(conversation);
-    what = "all images of the conversation";
+    what = "all that is attached in the conversation";
     await store.putImages(conversation);
   } catch (error) {
     notice(`This browser could not keep ${what}: ${error.message}`);
@@ -166,17 +166,17 @@ function action(label, onclick) {
 function userView(message) {
   const text = el("div", { className: "text" }, message.content);
   const actions = el("div", { className: "actions" }, action("Edit", edit), message.content ? copyButton(() => message.content) : null);
-  const shown = [imageGallery(message.images), message.content ? text : null, actions].filter(Boolean);
+  const shown = [gallery(message.images), message.content ? text : null, actions].filter(Boolean);
   const node = el("article", { className: "message user", "aria-label": "You" }, ...shown);
   const conversation = current;
 
   function edit() {
     const field = el("textarea", { value: message.content, rows: Math.min(12, message.content.split("\n").length + 1), onkeydown });
-    const list = imageList([...message.images], field);
-    const more = isBlind() ? null : action("Attach images", () => choose(list));
+    const list = attachedList([...message.images], field);
+    const more = action("Attach files", () => choose(list));
     const buttons = el("div", { className: "actions" }, action("Cancel", close), more, action("Save and answer", done));
     node.classList.add("editing");
-    node.imageList = list;
+    node.attachedList = list;
     node.replaceChildren(list.node, field, buttons);
     field.focus();
     function onkeydown(event) {
@@ -366,16 +366,15 @@ async function answer(conversation) {
   if (refused && !input.value && !attached.images.length) views.at(-2)?.edit?.();
 }
 
-// ---- images ----
+// ---- what is attached ----
 
 function choose(list) {
   choosing = list;
   byId("attach-file").click();
 }
 
-/** Takes files as images, in their order and behind those that are being read already. */
+/** Takes files in their order, behind those that are being read already. */
 async function attach(files, list) {
-  if (isBlind()) return notice(`${byId("model").value} reads no images.`);
   const mine = (attaching = attachAll(files, list, attaching));
   await mine;
   if (attaching === mine) attaching = null;
@@ -387,7 +386,8 @@ async function attachAll(files, list, others) {
   if (fine) notice("");
   for (const file of files) {
     try {
-      const image = await imageFrom(file);
+      const image = await attachedFrom(file);
+      if (lacking(image)) throw new Error(`${byId("model").value} ${lacking(image)}.`);
       keepingEnd(() => list.add(image));
       byId("said").textContent = `Attached: ${image.name}`;
     } catch (error) {
@@ -398,21 +398,23 @@ async function attachAll(files, list, others) {
   return fine && !problems.length;
 }
 
-/** Whether the chosen model is known to read no images. */
-function isBlind() {
-  return readsImages.get(byId("model").value) === false;
+/** What the chosen model is known to lack for this; undefined for nothing. */
+function lacking({ blob }) {
+  const kind = blob ? kindOf(blob) : "text";
+  const known = modalities.get(byId("model").value);
+  return known && !known.includes(MODALITIES[kind]) ? LACKS[kind] : undefined;
 }
 
-/** Whether these images cannot be sent; then says so. */
+/** Whether some of these cannot be sent; then says so. */
 function turnedAway({ images }) {
-  if (!images.length || !isBlind()) return false;
-  notice(`${byId("model").value} reads no images: remove them, or choose another model.`);
-  return true;
+  const lack = images.map(lacking).find(Boolean);
+  if (lack) notice(`${byId("model").value} ${lack}: remove them, or choose another model.`);
+  return Boolean(lack);
 }
 
-/** Where images go that come to this place of the page: to the message that is edited there, or to the next. */
+/** Where files go that come to this place of the page: to the message that is edited there, or to the next. */
 function listAt(place) {
-  return place.closest?.(".editing")?.imageList ?? attached;
+  return place.closest?.(".editing")?.attachedList ?? attached;
 }
 
 /** Does something, and stays at the end of the log if that is where it was. */
@@ -483,7 +485,7 @@ async function loadModels() {
   const select = byId("model");
   try {
     const { data } = await (await ask("v1/models")).json();
-    for (const { id, architecture } of data) readsImages.set(id, architecture?.input_modalities?.includes("image"));
+    for (const { id, architecture } of data) modalities.set(id, architecture?.input_modalities);
     select.replaceChildren(...data.map(({ id }) => el("option", { value: id }, id)));
     if (!data.some(({ id }) => id === settings.model)) settings.model = "";
     select.value = settings.model || data[0]?.id;
@@ -491,7 +493,6 @@ async function loadModels() {
     notice(error instanceof TypeError ? "The server cannot be reached." : error.message);
   }
   select.hidden = !select.options.length;
-  byId("attach").hidden = isBlind();
 }
 
 // ---- events ----
@@ -522,7 +523,6 @@ byId("reset").addEventListener("click", () => {
 byId("model").addEventListener("change", () => {
   settings.model = byId("model").value;
   keep("settings", settings);
-  byId("attach").hidden = isBlind();
 });
 byId("stop").addEventListener("click", () => running.get(current)?.abort());
 byId("composer").addEventListener("submit", (event) => {
@@ -585,7 +585,7 @@ byId("export").addEventListener("click", async () => {
     const link = el("a", { href: URL.createObjectURL(file), download: "conversations.json" });
     link.click();
     setTimeout(() => URL.revokeObjectURL(link.href), 10_000);
-    if (file.size > MOST_IMPORTED) notice("This file is larger than what can be imported again: there are too many images in it.");
+    if (file.size > MOST_IMPORTED) notice("This file is larger than what can be imported again: too much is attached in it.");
   } catch (error) {
     notice(error.message);
   }

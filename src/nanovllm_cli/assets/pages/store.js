@@ -1,6 +1,6 @@
-// Conversations, in the browser's IndexedDB; in this page's memory alone where the browser has none to give. Their images are records of
-// their own beside them, written once: a conversation is written every second while it is answered. They have no store of their own, as
-// its making would wait for tabs with an older page; which passes over such records.
+// Conversations, in the browser's IndexedDB; in this page's memory alone where the browser has none to give. What is attached, all of it
+// called images, are records of their own beside them, written once: a conversation is written every second while it is answered. They
+// have no store of their own, as its making would wait for tabs with an older page; which passes over such records.
 "use strict";
 
 const MOST_IMPORTED = 256 << 20;
@@ -99,7 +99,7 @@ function cleaned(raw) {
   const text = (value) => (typeof value === "string" ? value : "");
   const list = (value) => (Array.isArray(value) ? value : []);
   const image = (each) => {
-    const name = text(each?.name).slice(0, 200) || "image";
+    const name = text(each?.name).slice(0, 200) || "file";
     return { id: text(each?.id) || newId(), name, blob: blobOf(text(each?.url)) };
   };
   const messages = raw.messages.filter((each) => each?.role === "user" || each?.role === "assistant");
@@ -131,7 +131,7 @@ function newAnswer() {
   return { role: "assistant", content: "", reasoning: "", calls: [], stats: "", error: "", thought: null };
 }
 
-/** A file of conversations, with their images in it. */
+/** A file of conversations, with what is attached in it. */
 async function exported(conversations) {
   const parts = [];
   for (const conversation of conversations) {

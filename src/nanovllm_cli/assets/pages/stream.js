@@ -11,8 +11,13 @@ const NUMBERS = [
   { name: "seed", label: "Seed", min: 0, step: 1 },
 ];
 const NO_RESULT = "(no result)";
+const PARTS = {
+  image: ({ blob }) => ({ type: "image_url", image_url: { url: blob } }),
+  sound: ({ blob }) => ({ type: "audio_url", audio_url: { url: blob } }),
+  text: (file) => ({ type: "text", file }),
+};
 
-/** The messages as OpenAI's API has them: results of tools as messages of their own, empty answers left out. See `withImages`. */
+/** The messages as OpenAI's API has them: results of tools as messages of their own, empty answers left out. See `withAttached`. */
 function wireMessages(messages, system) {
   const wire = system.trim() ? [{ role: "system", content: system }] : [];
   for (const message of messages) {
@@ -33,17 +38,22 @@ function wireMessages(messages, system) {
   return wire;
 }
 
-/** Images come first: a model reads what is asked of them when it has seen them. */
+/** What is attached comes first: a model reads what is asked of it when it has seen it. */
 function userContent({ content, images }) {
-  const parts = images.filter(({ blob }) => blob).map(({ blob }) => ({ type: "image_url", image_url: { url: blob } }));
+  const parts = images.filter(({ blob }) => blob).map((each) => PARTS[kindOf(each.blob)](each));
   if (!parts.length) return content;
   return content.trim() ? [...parts, { type: "text", text: content }] : parts;
 }
 
-/** Puts addresses where `wireMessages` left what they are made of: that takes reading it. */
-async function withImages(request) {
-  for (const { image_url: image } of request.messages.flatMap(({ content }) => content ?? [])) {
-    if (image) image.url = await dataUrl(image.url);
+/** Puts addresses and texts where `wireMessages` left what they are made of: that takes reading it. */
+async function withAttached(request) {
+  for (const part of request.messages.flatMap(({ content }) => content ?? [])) {
+    const sent = part.image_url ?? part.audio_url;
+    if (sent) sent.url = await dataUrl(sent.url);
+    if (part.file) {
+      part.text = fenced(part.file.name, await part.file.blob.text());
+      delete part.file;
+    }
   }
   return request;
 }
@@ -84,7 +94,7 @@ function requestOf(conversation, settings) {
 async function streamAnswer(request, answer, signal, changed) {
   const started = performance.now();
   const seconds = () => (performance.now() - started) / 1000;
-  const body = JSON.stringify(await withImages(request));
+  const body = JSON.stringify(await withAttached(request));
   const response = await ask("v1/chat/completions", {
     method: "POST", headers: { "content-type": "application/json" }, body, signal,
   });
