@@ -23,7 +23,9 @@ def result_of(name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         far = {"type": "resource_link", "uri": "file:///b", "name": "b"}
         seen = {"type": "image", "data": "AAAA", "mimeType": "image/PNG"}
         heard = {"type": "audio", "data": "AAAA", "mimeType": "audio/wav"}
-        return {"content": [{"type": "text", "text": "see"}, seen, far, heard, link]}
+        kept = {"type": "resource", "resource": {"uri": "file:///c", "blob": "BBBB", "mimeType": "image/png"}}
+        other = {"type": "resource", "resource": {"uri": "file:///d", "blob": "CCCC", "mimeType": "application/zip"}}
+        return {"content": [{"type": "text", "text": "see"}, seen, far, heard, link, kept, other]}
     if name == "long":
         return {"content": [{"type": "text", "text": "x" * 300_000}]}
     if name == "sleep":

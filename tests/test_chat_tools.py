@@ -313,8 +313,8 @@ def test_tools_of_servers_are_called(running: Any) -> None:
     }  # fmt: skip
     assert running.call("one_add", {"a": 3, "b": 4}).text == "7"
     assert running.call("od_d_name", {"x": ["ä"]}).text == '{"x": ["\\u00e4"]}'
-    text = "see\n[resource_link, which is not shown here]\ninside"
-    assert running.call("show", {}) == (text, (PNG, "data:audio/wav;base64,AAAA"))
+    text = "see\n[resource_link, which is not shown here]\ninside\n[resource, which is not shown here]"
+    assert running.call("show", {}) == (text, (PNG, "data:audio/wav;base64,AAAA", PNG.replace("AAAA", "BBBB")))
     assert len(running.call("long", {}).text) == 300_000
 
 
@@ -667,12 +667,13 @@ def test_a_model_is_shown_what_it_can_be_shown() -> None:
         if url != PNG:
             raise UnsupportedError("it is damaged")
 
-    tools, _, _ = box([], "*")
+    tools, _, told = box([], "*")
     call = Call("1", "write", json.dumps({"images": [PNG, bad, PNG, sound]}))
     assert tools.run(call) == ("xx\n" + "[image: not shown here]\n" * 3 + "[sound: not shown here]", ())
     tools.look = look
     assert tools.run(call) == ("xx\n[image: it is damaged]\n[sound: it is damaged]", (PNG, PNG))
     assert seen == [PNG, bad, PNG, sound]
+    assert [each for each in told if "showed" in each] == ["write showed 2 images"]
     many = tools.run(Call("1", "write", json.dumps({"size": 0, "images": [PNG] * (MAX_IMAGES + 1)})))
     assert many == (f"[image: of one result {MAX_IMAGES} are shown]", (PNG,) * MAX_IMAGES)
     assert len(seen) == 4 + MAX_IMAGES

@@ -264,7 +264,8 @@ def _texts(content: Sequence[Any]) -> Iterator[str]:
 
 def _url(part: Any) -> str | None:
     """An image or a sound, as its server says that it is one; whether it is, whoever looks at it will see."""
-    kind, data = getattr(part, "mime_type", None), getattr(part, "data", None)
+    within = getattr(part, "resource", part)
+    kind, data = getattr(within, "mime_type", None), getattr(within, "data", None) or getattr(within, "blob", None)
     if not (isinstance(kind, str) and isinstance(data, str) and _MEDIA.fullmatch(kind)):
         return None
     return f"data:{kind.lower()};base64,{data}"

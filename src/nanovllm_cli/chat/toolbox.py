@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
-from nanovllm_cli.chat.conversation import Call
+from nanovllm_cli.chat.conversation import Call, counted_images
 from nanovllm_cli.cli.answering import Answer
 from nanovllm_cli.cli.question import WORDS, kind_of
 from nanovllm_cli.cli.table import shortened
@@ -138,7 +138,10 @@ class Toolbox:
             raise
         except NanovllmError as error:
             return self._failed(call, error.message)
-        return self._seen(result)
+        seen = self._seen(result)
+        if seen.images:
+            self.tell(f"{call.name} showed {counted_images(seen.images)}")
+        return seen
 
     def _seen(self, found: Outcome) -> Outcome:
         """With those images that the model can be shown, and of the others, that they were there."""
