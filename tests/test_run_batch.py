@@ -11,14 +11,14 @@ from typing import Any
 
 import pytest
 
-from nanovllm_cli.cli.batch_requests import EXAMPLE, read_requests, usage_of
+from nanovllm_cli.cli.batch_requests import read_requests
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.app import create_app
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.in_process import Routes
-from nanovllm_cli.server.messages import Facts
 from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.text.batch_form import EXAMPLE, usage_of
 from openai_server import OpenAIServer, Reply, Request
 from server_fakes import FakeGenerates, FakePool, Script
 from test_cli_driver import CACHE, Result, nanovllm
@@ -237,7 +237,7 @@ def test_a_file_of_requests_is_no_file_of_prompts(tmp_path: Path) -> None:
 
 def routes(generates: FakeGenerates, **settings: Any) -> Routes:
     context = ServerContext(ServeSettings(**settings), generates.models, generates, FakePool())
-    return Routes(create_app(context), Facts(1, 1, 1, 1, 1, 1, 1, "float32", "cpu", 1))
+    return Routes(create_app(context))
 
 
 def test_routes_answer_as_they_do_over_http(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -56,6 +56,30 @@ class Animal(BaseModel):
     legs: list[bool] | None
 
 
+def test_a_batch_of_requests(client: Any) -> None:
+    lines = [
+        {"custom_id": f"request-{i}", "method": "POST", "url": "/v1/chat/completions", "body": {**ASK, "max_tokens": tokens}}
+        for i, tokens in enumerate((4, -9))
+    ]
+    content = "\n".join(map(json.dumps, lines)).encode()
+    file = client.files.create(file=("requests.jsonl", content), purpose="batch")
+    assert (file.filename, file.bytes, file.purpose) == ("requests.jsonl", len(content), "batch")
+    assert client.files.retrieve(file.id) == file
+    batch = client.batches.create(input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h")
+    while batch.status not in ("completed", "failed"):
+        batch = client.batches.retrieve(batch.id)
+    assert (batch.status, batch.request_counts.completed, batch.request_counts.failed) == ("completed", 1, 1)
+    (answer,) = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    (wrong,) = map(json.loads, client.files.content(batch.error_file_id).text.splitlines())
+    assert (answer["custom_id"], answer["response"]["status_code"]) == ("request-0", 200)
+    alone = client.chat.completions.create(**{**ASK, "max_tokens": 4})
+    assert answer["response"]["body"]["choices"][0]["message"]["content"] == alone.choices[0].message.content
+    assert (wrong["custom_id"], wrong["response"]["status_code"]) == ("request-1", 400)
+    assert [each.id for each in client.batches.list()] == [batch.id]
+    assert [each.purpose for each in client.files.list()] == ["batch_output", "batch_output", "batch"]
+    assert [client.files.delete(each.id).deleted for each in client.files.list()] == [True] * 3
+
+
 def test_models(openai: Any, client: Any) -> None:
     [model] = client.models.list().data
     assert model.id == "tiny"

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from nanovllm_cli.cli import records, signals
-from nanovllm_cli.cli.batch_lines import Tally, digest, parsed, placed, raw_lines, shown
+from nanovllm_cli.cli.batch_lines import Tally, digest, parsed, raw_lines, shown
 from nanovllm_cli.cli.form import FORM_KEYS, form_of_line
 from nanovllm_cli.cli.inputs import checked
 from nanovllm_cli.cli.output import Console
@@ -28,6 +28,7 @@ from nanovllm_cli.cli.results import Results
 from nanovllm_cli.errors import RequestError, UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.system import peak_memory_bytes
+from nanovllm_cli.text.batch_form import placed
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.answering import Answerer, Result

@@ -47,13 +47,6 @@ def parsed(data: bytes, example: str) -> dict[str, Any]:
     return value
 
 
-def placed(failure: UsageError, number: int) -> UsageError:
-    """The same, which says in which line."""
-    failure.message = f"line {number}: {failure.message}"
-    failure.args = (failure.message,)
-    return failure
-
-
 def digest(value: object) -> str:
     text = json.dumps(value, sort_keys=True, default=str)
     return hashlib.sha256(text.encode()).hexdigest()

@@ -1,160 +1,37 @@
-"""Requests and answers in the form of OpenAI's batches, which vLLM's run-batch has as well.
-
-in   {"custom_id", "method": "POST", "url": "/v1/…", "body": {…}}
-out  {"id", "custom_id", "response": {"status_code", "request_id", "body": {…}}, "error": null}, where the body of another status
-     than 200 has the error; or "response": null, "error": {"code", "message"}, where there was nothing that could be asked
-
-An `id` says which line under which settings its answer is of, so that an interrupted batch can go on.
-"""
+"""Files of requests in the form of OpenAI's batches (`text/batch_form.py`). An answer's `id` says which line under which settings
+it is of, so that an interrupted batch can go on."""
 
 from __future__ import annotations
 
-import difflib
-import json
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from functools import partial
 
-from nanovllm_cli.cli.batch_lines import digest, parsed, placed, raw_lines, shown
+from nanovllm_cli.cli.batch_lines import digest, parsed, raw_lines, shown
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.records import Record, dumps
+from nanovllm_cli.cli.records import Record
 from nanovllm_cli.cli.results import Form
 from nanovllm_cli.errors import UsageError
-
-EXAMPLE = '{"custom_id": "1", "method": "POST", "url": "/v1/chat/completions", "body": {…}}'
-PATHS = {
-    **{f"/v1/{name}": f"/v1/{name}" for name in ("chat/completions", "completions", "responses", "embeddings", "messages")},
-    **dict.fromkeys(("/v1/rerank", "/v2/rerank", "/rerank"), "/v1/rerank"),
-    **dict.fromkeys(("/v1/score", "/score"), "/v1/score"),
-}
-"""What a line may ask for, and where a server has it."""
-_FIELDS = ("custom_id", "method", "url", "body")
-_MOST_ID = 512
-_ID = "batch_req_"
-
-
-@dataclass(frozen=True, slots=True)
-class Request:
-    """One line of the file. path: where a server has what it asks for; `broken`: why nothing can be asked."""
-
-    number: int
-    digest: str
-    custom_id: str | None
-    path: str
-    body: dict[str, Any]
-    broken: UsageError | None = None
-
-    def asking(self, model: str | None) -> Request:
-        """The same of another model."""
-        return self if model is None else replace(self, body=self.body | {"model": model})
+from nanovllm_cli.text.batch_form import EXAMPLE, ID, Request, failed, request_of
 
 
 def read_requests(source: str, screen: Console) -> list[Request]:
     """Every line of a file but the blank ones. Raises UsageError for a file that cannot be read at all."""
     lines: dict[str, int] = {}
-    found = [_request(number, data, lines) for number, data in raw_lines(source, screen)]
+    found = [request_of(number, data, partial(parsed, example=EXAMPLE), lines) for number, data in raw_lines(source, screen)]
     if not found:
         raise UsageError(f"{shown(source)} has no requests", f"each line is {EXAMPLE}")
     return found
 
 
-def _request(number: int, data: bytes, lines: dict[str, int]) -> Request:
-    """lines: where each custom_id has been so far."""
-    custom_id = None
-    try:
-        value = parsed(data, EXAMPLE)
-        custom_id = _checked_id(value)
-        first = lines.setdefault(custom_id, number)
-        if first != number:
-            raise UsageError(f"custom_id {custom_id[:60]!r} is that of line {first}, too")
-        path, body = _checked(value)
-    except UsageError as failure:
-        return Request(number, digest(data.hex())[:20], custom_id, "", {}, placed(failure, number))
-    return Request(number, digest([custom_id, path, body])[:20], custom_id, path, body)
-
-
-def _checked_id(value: dict[str, Any]) -> str:
-    custom_id = value.get("custom_id")
-    if custom_id is None and ("prompt" in value or "messages" in value):
-        hint = "nanovllm run MODEL --batch FILE runs lines that are prompts themselves"
-        raise UsageError("it has no body and no custom_id", hint)
-    if not isinstance(custom_id, str) or not 0 < len(custom_id) <= _MOST_ID:
-        raise UsageError(f"custom_id must be there, and a text of at most {_MOST_ID} characters", f"a line is {EXAMPLE}")
-    return custom_id
-
-
-def _checked(value: dict[str, Any]) -> tuple[str, dict[str, Any]]:
-    """Where it goes, and what is asked."""
-    for key in value:
-        if key not in _FIELDS:
-            near = difflib.get_close_matches(key, _FIELDS, n=1)
-            raise UsageError(f"unknown field {key!r}", f"did you mean {near[0]}?" if near else "what is asked stands in body")
-    url, body, method = value.get("url"), value.get("body"), value.get("method", "POST")
-    if method != "POST":
-        raise UsageError(f"method is {json.dumps(method)[:60]}: requests of a batch are POST")
-    if not isinstance(url, str) or url not in PATHS:
-        near = difflib.get_close_matches(str(url), PATHS, n=1)
-        told = f"did you mean {near[0]}?" if near else f"these are: {', '.join(dict.fromkeys(PATHS.values()))}"
-        raise UsageError(f"url is {json.dumps(url)[:100]}, which a batch has not", told)
-    if not isinstance(body, dict):
-        raise UsageError("body must be there, and an object", f"a line is {EXAMPLE}")
-    if body.get("stream"):
-        raise UsageError("body.stream: answers of a batch come whole", "leave it out")
-    return PATHS[url], body
-
-
 def keys_of(requests: Sequence[Request], settings: object) -> list[str]:
     """What identifies the answer of each. settings: whatever decides it, besides the line."""
     by = digest(settings)[:12]
-    return [f"{_ID}{by}{each.digest}" for each in requests]
-
-
-def answer_record(key: str, request: Request, status: int, request_id: str | None, body: bytes) -> Record:
-    """A server's answer as a record. One that is no JSON is none."""
-    try:
-        content = json.loads(body)
-    except (ValueError, RecursionError):
-        return _failure(key, request, "invalid_answer", f"HTTP {status}, and no JSON")
-    response = {"status_code": status, "request_id": request_id, "body": content}
-    return {"id": key, "custom_id": request.custom_id, "response": response, "error": None}
-
-
-def broken_record(key: str, request: Request) -> Record:
-    assert request.broken is not None
-    hint = f": {request.broken.hint}" if request.broken.hint else ""
-    return _failure(key, request, "invalid_request", request.broken.message + hint)
-
-
-def _failure(key: str, request: Request, code: str, message: str) -> Record:
-    return {"id": key, "custom_id": request.custom_id, "response": None, "error": {"code": code, "message": message}}
-
-
-def failed(record: Record) -> bool:
-    response = record.get("response")
-    return record.get("error") is not None or not isinstance(response, dict) or response.get("status_code") != 200
-
-
-def usage_of(record: Record) -> tuple[int, int]:
-    """Tokens of the prompt and of the answer, as far as the answer says; OpenAI's newer routes and Anthropic's call them by other
-    names."""
-    body = (record["response"] or {}).get("body")
-    usage = body.get("usage") if isinstance(body, dict) else None
-    if not isinstance(usage, dict):
-        return 0, 0
-
-    def count(*names: str) -> int:
-        return next((usage[name] for name in names if isinstance(usage.get(name), int)), 0)
-
-    return count("prompt_tokens", "input_tokens", "total_tokens"), count("completion_tokens", "output_tokens")
+    return [f"{ID}{by}{digest([each.custom_id, each.path, each.body])[:20]}" for each in requests]
 
 
 def _key(record: Record) -> str | None:
     key = record.get("id")
-    return key if isinstance(key, str) and key.startswith(_ID) and "custom_id" in record else None
+    return key if isinstance(key, str) and key.startswith(ID) and "custom_id" in record else None
 
 
 FORM = Form(_key, failed, lambda line, record, number: line)
-
-
-def line_of(record: Record) -> str:
-    return dumps(record)

@@ -19,17 +19,7 @@ import typer
 
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.batch_lines import Tally
-from nanovllm_cli.cli.batch_requests import (
-    FORM,
-    Request,
-    answer_record,
-    broken_record,
-    failed,
-    keys_of,
-    line_of,
-    read_requests,
-    usage_of,
-)
+from nanovllm_cli.cli.batch_requests import FORM, keys_of, read_requests
 from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option
 from nanovllm_cli.cli.files import output_path
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT
@@ -38,6 +28,7 @@ from nanovllm_cli.cli.model import chat_template, name_and_words, named_model, s
 from nanovllm_cli.cli.options import EngineOptions, MessageOptions, ModelOptions, ModelWord
 from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.progress_line import ProgressLine
+from nanovllm_cli.cli.records import dumps
 from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.cli.sampling_options import AnswersOptions
@@ -45,6 +36,7 @@ from nanovllm_cli.cli.served import short_name, teller, told_of
 from nanovllm_cli.cli.shared_options import Choice, LoraModules, TemplateKwargs
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
+from nanovllm_cli.text.batch_form import Request, answer_of, answer_of_broken, failed, usage_of
 
 if TYPE_CHECKING:
     from nanovllm_cli.client.endpoint import Endpoint
@@ -239,7 +231,7 @@ class _Run:
                 self.begin()
             for position, request in waiting:
                 if request.broken is not None:
-                    self._put(position, broken_record(self._keys[position], request))
+                    self._put(position, answer_of_broken(self._keys[position], request))
             steps = interruptible(ask(left)) if left else None
             with contextlib.closing(steps) if steps is not None else contextlib.nullcontext():
                 for found in steps or ():
@@ -247,7 +239,7 @@ class _Run:
                     if found is not None:
                         position, answer = found
                         key, request = self._keys[position], self._requests[position]
-                        self._put(position, answer_record(key, request, answer.status, answer.request_id, answer.body))
+                        self._put(position, answer_of(key, request, answer.status, answer.request_id, answer.body))
             self._tally.finish()
         except BaseException:
             if kept_in := self._results.kept_in:
@@ -259,18 +251,18 @@ class _Run:
         self._tally.prompt_tokens += prompt
         self._tally.answer_tokens += answer
         self._tally.failed += failed(record)
-        self._tally.put(position, line_of(record))
+        self._tally.put(position, dumps(record))
 
 
 async def _here(
     model: ModelSettings, left: list[_Left], ready: Callable[[Facts], None], screen: Console
 ) -> AsyncGenerator[Found, None]:
     """Answers of a model of this machine. ready: told of it once it is loaded."""
-    from nanovllm_cli.server.in_process import routes_of
+    from nanovllm_cli.server.unserved import routes_of
 
     most = max(MOST_HERE, 2 * model.config.max_num_seqs)
-    async with routes_of(model, max_requests=most, max_body_bytes=MAX_INPUT_BYTES, on_loading=teller(screen)) as routes:
-        ready(routes.facts)
+    async with routes_of(model, max_requests=most, max_body_bytes=MAX_INPUT_BYTES, on_loading=teller(screen)) as (routes, facts):
+        ready(facts)
         async for found in _asked(left, routes.post, most):
             yield found
 
@@ -290,6 +282,7 @@ async def _asked(left: Iterable[_Left], post: Post, most: int) -> AsyncGenerator
     from nanovllm_cli.client.blocking import together
 
     async def one(position: int, request: Request) -> Found:
+        assert request.body is not None, "it is not broken"
         return position, await post(request.path, request.body)
 
     async with contextlib.aclosing(together((one(*each) for each in left), most)) as answers:
@@ -315,7 +308,8 @@ def _results(files: FileOptions, requests: list[Request], screen: Console) -> Re
 
 def _of_this_model(requests: list[Request], name: str, adapters: list[str], screen: Console) -> list[Request]:
     """The same, asking for the model that was named on the command line; adapters are chosen by their names."""
-    others = Counter(str(each.body["model"])[:60] for each in requests if each.body.get("model", name) not in (name, *adapters))
+    asked = [str((each.body or {}).get("model", name)) for each in requests]
+    others = Counter(each[:60] for each in asked if each not in (name, *adapters))
     if others:
         screen.say(f"lines that ask for {', '.join(list(others)[:4])}{', …' if len(others) > 4 else ''} are answered by {name}")
-    return [each if each.body.get("model") in adapters else each.asking(name) for each in requests]
+    return [each if model in adapters else each.asking(name) for each, model in zip(requests, asked, strict=True)]

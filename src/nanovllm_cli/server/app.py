@@ -22,6 +22,7 @@ from nanovllm_cli.errors import NanovllmError
 from nanovllm_cli.server import (
     routes_anthropic,
     routes_audio,
+    routes_batches,
     routes_chat,
     routes_completions,
     routes_embeddings,
@@ -55,6 +56,7 @@ ROUTERS = (
     routes_anthropic.router,
     routes_embeddings.router,
     routes_audio.router,
+    routes_batches.router,
     routes_native.router,
     routes_ollama.router,
     routes_models.router,

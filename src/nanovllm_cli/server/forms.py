@@ -16,6 +16,9 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.routing import ApiRoute, api_router
 
 MAX_PARTS = 64
+MAX_NAME_BYTES = 1024
+NAME = ".name"
+"""Behind a field's, where its file's own is."""
 _FORM = "multipart/form-data"
 
 
@@ -47,7 +50,7 @@ def _kind(request: Request) -> tuple[str, bytes]:
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
-    """Its parts by their names: text, or the bytes of a file, whose own name is let by; a list where a name ends in [].
+    """Its parts by their names: text, or the bytes of a file, whose own name is a part behind it; a list where a name ends in [].
 
     Raises ApiError 400 for what is no form, ends in the middle, or has more than MAX_PARTS parts or one name twice.
     """
@@ -60,6 +63,8 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
         if isinstance(part, File):
             part.file_object.seek(0)
             parts.append((part.field_name or b"", part.file_object.read(), True))
+            if part.file_name:
+                parts.append(((part.field_name or b"") + NAME.encode(), part.file_name[:MAX_NAME_BYTES], False))
             part.close()
         else:
             parts.append((part.field_name or b"", part.value or b"", False))

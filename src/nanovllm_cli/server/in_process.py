@@ -1,23 +1,14 @@
-"""The server's routes without a server: requests of this process, answered as they would be over HTTP, by one model."""
+"""Requests of this process to its own application, answered as they would be over HTTP."""
 
 from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Callable
-from contextlib import asynccontextmanager
 from typing import Any, NamedTuple
 
 from fastapi import FastAPI
 
-from nanovllm_cli.constrain.pool import CheckPool
-from nanovllm_cli.server.app import build_routes, create_app
-from nanovllm_cli.server.context import ServerContext
-from nanovllm_cli.server.generation import Generator
-from nanovllm_cli.server.messages import Facts, Loading
-from nanovllm_cli.server.observer import Observer
-from nanovllm_cli.server.served_models import ModelSettings, ServedModels
-from nanovllm_cli.server.settings import ServeSettings
+from nanovllm_cli.server.middleware import ADMITTED
 
 MOST_RETRIES, RETRY_SECONDS = 10, 1.0
 _SCOPE = {
@@ -36,11 +27,11 @@ class Answered(NamedTuple):
 
 
 class Routes:
-    """What answers. facts: of the model."""
+    """An application's. tenant: whose key a request counts as having."""
 
-    def __init__(self, app: FastAPI, facts: Facts) -> None:
+    def __init__(self, app: FastAPI, tenant: str | None = None) -> None:
         self._app = app
-        self.facts = facts
+        self._own = {ADMITTED: tenant}
 
     async def post(self, path: str, body: Any) -> Answered:
         """An answer as a whole, whatever its status. path: as clients have it, with its /v1. Where too much is under way it
@@ -49,7 +40,7 @@ class Routes:
         retries = 0
         while (answered := await self._post(path, content)).status in (429, 503):
             retries += answered.status == 503
-            if retries > MOST_RETRIES:
+            if retries > MOST_RETRIES or is_of_the_end(answered.status, answered.body):
                 break
             await asyncio.sleep(RETRY_SECONDS)
         return answered
@@ -73,26 +64,12 @@ class Routes:
             else:
                 answer.extend(message.get("body", b""))
 
-        scope = _SCOPE | {"path": path, "raw_path": path.encode()}
+        scope = _SCOPE | self._own | {"path": path, "raw_path": path.encode()}
         length = (b"content-length", str(len(content)).encode())
         await self._app(scope | {"headers": [*_HEADERS, length]}, receive, send)
         return Answered(status, request_id, bytes(answer))
 
 
-@asynccontextmanager
-async def routes_of(
-    model: ModelSettings, *, max_requests: int, max_body_bytes: int, on_loading: Callable[[str, Loading], None]
-) -> AsyncIterator[Routes]:
-    """Within, the model is loaded. max_requests: most that are under way at once. Raises what loading raises."""
-    observer, pool = Observer(), CheckPool(max_waiting=max_requests)
-    models = ServedModels([model], observer=observer, on_loading=on_loading)
-    settings = ServeSettings(max_requests=max_requests, max_body_bytes=max_body_bytes)
-    app = create_app(ServerContext(settings, models, Generator(pool, observer), pool, observer))
-    try:
-        await asyncio.gather(models.start(), build_routes(app))
-        facts = models.engines()[model.names[0]].facts
-        assert facts is not None, "it is loaded"
-        yield Routes(app, facts)
-    finally:
-        await models.close()
-        await pool.close()
+def is_of_the_end(status: int, body: bytes) -> bool:
+    """Whether this is what a server says that is about to end."""
+    return status == 503 and b'"draining"' in body

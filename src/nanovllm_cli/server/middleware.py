@@ -35,6 +35,8 @@ UNCOUNTED = PUBLIC | {"/metrics", "/status.json"}
 """Answered however much is under way."""
 
 CLIENT_LEFT = 499
+ADMITTED = "nanovllm.admitted"
+"""In a scope that this process has made itself: the tenant whose key it counts as having."""
 REFUSED = "nanovllm.refused"
 """In a scope: the ApiError by which the protocol has already refused it."""
 
@@ -146,8 +148,11 @@ class Doors:
         """Whether it counts as under way. Raises ApiError for one that does not get in."""
         if REFUSED in scope:
             raise scope[REFUSED]
-        self._check_host(scope)
-        exchange.tenant = self._tenant_of(scope)
+        if ADMITTED in scope:
+            exchange.tenant = scope[ADMITTED]
+        else:
+            self._check_host(scope)
+            exchange.tenant = self._tenant_of(scope)
         if scope["path"] in UNCOUNTED:
             return False
         if self._gate.draining:
