@@ -12,42 +12,27 @@ import json
 import logging
 import secrets
 import time
-from collections.abc import AsyncGenerator, Callable, Iterator
+from collections.abc import AsyncGenerator, Callable, Coroutine, Iterator
 from contextlib import aclosing
 from dataclasses import dataclass, field
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from nanovllm_cli.client.blocking import together
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.in_process import is_of_the_end
+from nanovllm_cli.server.in_process import Answered, is_of_the_end
 from nanovllm_cli.server.routing import parse_json
 from nanovllm_cli.text.batch_form import ID, Answer, Request, answer_of, failed, request_of, told_of_broken, usage_of
 
 Tenant = str | None
+Post = Callable[[str, Any], Coroutine[Any, Any, Answered]]
+"""Asks this server, as the holder of a key: a path, and a body."""
 MAX_BYTES, MAX_FILES, MAX_BATCHES = 256 << 20, 1024, 1024
 MAX_LINES = 50_000
 """Of a batch, as OpenAI has it."""
 MAX_TOLD = 100
 """Lines whose faults are told."""
 MOST_AT_ONCE = 32
-
-
-class Answered(Protocol):
-    @property
-    def status(self) -> int: ...
-
-    @property
-    def request_id(self) -> str: ...
-
-    @property
-    def body(self) -> bytes: ...
-
-
-class Post(Protocol):
-    """Asks this server, as the holder of a key."""
-
-    async def __call__(self, path: str, body: Any) -> Answered: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +52,7 @@ class StoredFile:
 
 @dataclass
 class Batch:
-    """asked: what the request said. times: by OpenAI's names, when it came to what. faults: what is wrong with its file."""
+    """times: by OpenAI's names, when it came to what. faults: what is wrong with its file, or kept it from its end."""
 
     tenant: Tenant
     input_file: StoredFile
