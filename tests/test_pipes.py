@@ -23,6 +23,7 @@ CACHE = os.environ.get("XDG_CACHE_HOME") or str(Path.home() / ".cache")  # where
 # A short call of every command; one that is missing here fails a test.
 CALLS = {
     "run": "run tiny Hello -n 4",
+    "run-batch": "run-batch tiny requests.jsonl",
     "chat": "chat tiny Hello -n 4",
     "models.list": "models list",
     "models.show": "models show tiny",
@@ -62,6 +63,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         assert done.returncode == 0, done.stderr
         for name, text in {"up": "What a wonderful day", "down": "What an awful day"}.items():
             (folder / f"{name}.txt").write_text(f"{text}\n")
+        asked = '{"custom_id": "%d", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 2}}\n'
+        (folder / "requests.jsonl").write_text("".join(asked % i for i in range(3)))
         yield folder
 
 

@@ -185,7 +185,11 @@ def form(*parts: tuple[str, bytes] | tuple[str, bytes, str], boundary: str = "xx
 def test_a_form_is_its_parts() -> None:
     binary = bytes(range(256)) * 9 + b"\r\n--x\r\n--\r\n-"
     body = form(("file", binary, "a.wav"), ("language", "d\u00e9".encode()), ("empty", b""), ("a[]", b"1"), ("a[]", b"2"))
-    assert parse_form(body, b"xx") == {"file": binary, "language": "d\u00e9", "empty": "", "a": ["1", "2"]}
+    told = {"language": "d\u00e9", "empty": "", "a": ["1", "2"]}
+    assert parse_form(body, b"xx") == {"file": binary, "file.name": "a.wav", **told}
+    both = form(("a[]", b"1", "x"), ("a[]", b"2", "y"), ("b", b"3", "\u00e4" * 2000))
+    named = {"a": [b"1", b"2"], "b": b"3", "b.name": "\ufffd" * 1024}
+    assert parse_form(both.replace("\u00e4".encode(), b"\xe4"), b"xx") == named
 
 
 @pytest.mark.parametrize(

@@ -16,7 +16,7 @@ from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.routing import ApiRoute, api_router
 
 MAX_PARTS = 64
-MAX_NAME_BYTES = 1024
+MAX_NAME_CHARS = 1024
 NAME = ".name"
 """Behind a field's, where its file's own is."""
 _FORM = "multipart/form-data"
@@ -50,11 +50,11 @@ def _kind(request: Request) -> tuple[str, bytes]:
 
 
 def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
-    """Its parts by their names: text, or the bytes of a file, whose own name is a part behind it; a list where a name ends in [].
+    """Its parts by their names: text, or the bytes of a file, whose own name stands beside it; a list where a name ends in [].
 
     Raises ApiError 400 for what is no form, ends in the middle, or has more than MAX_PARTS parts or one name twice.
     """
-    parts: list[tuple[bytes, bytes, bool]] = []
+    parts: list[tuple[bytes, bytes, bytes | None]] = []
     ended: list[bool] = []
 
     def add(part: Field | File) -> None:
@@ -62,12 +62,10 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
             raise _broken(f"it has more than {MAX_PARTS} parts")
         if isinstance(part, File):
             part.file_object.seek(0)
-            parts.append((part.field_name or b"", part.file_object.read(), True))
-            if part.file_name:
-                parts.append(((part.field_name or b"") + NAME.encode(), part.file_name[:MAX_NAME_BYTES], False))
+            parts.append((part.field_name or b"", part.file_object.read(), part.file_name or b""))
             part.close()
         else:
-            parts.append((part.field_name or b"", part.value or b"", False))
+            parts.append((part.field_name or b"", part.value or b"", None))
 
     size = len(body) + 1  # nothing is written to files
     parser = None
@@ -85,9 +83,9 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
     if not ended:
         raise _broken("it ends in the middle")
     form: dict[str, Any] = {}
-    for name, data, is_file in parts:
+    for name, data, file_name in parts:
         try:
-            key, value = name.decode(), data if is_file else data.decode()
+            key, value = name.decode(), data.decode() if file_name is None else data
         except UnicodeDecodeError:
             raise _broken(f"{name.decode('utf-8', 'replace')[:40]!r} is not UTF-8") from None
         if key.endswith("[]"):
@@ -99,6 +97,8 @@ def parse_form(body: bytes, boundary: bytes) -> dict[str, Any]:
             raise _broken(f"it has {key[:40]!r} twice")
         else:
             form[key] = value
+            if file_name:
+                form.setdefault(key + NAME, file_name.decode("utf-8", "replace")[:MAX_NAME_CHARS])
     return form
 
 

@@ -11,7 +11,7 @@ from nanovllm_cli.server.batches import Batches, StoredFile, page_of
 from nanovllm_cli.server.context import ServerContext
 from nanovllm_cli.server.errors import JsonResponse
 from nanovllm_cli.server.exchange import CurrentExchange
-from nanovllm_cli.server.forms import form_router
+from nanovllm_cli.server.forms import FormRoute
 from nanovllm_cli.server.in_process import Routes
 from nanovllm_cli.server.routing import answers, api_router
 from nanovllm_cli.server.schemas_batches import (
@@ -29,13 +29,16 @@ Limit = Annotated[int, Query(ge=1, le=10_000)]
 
 
 def router(context: ServerContext) -> APIRouter:
-    routes, forms = api_router(), form_router()
+    routes = api_router()
     kept = Batches(context.settings.max_json_depth)
 
-    @forms.post("/v1/files", responses=answers(FileAnswer))
     async def upload(body: Form, exchange: CurrentExchange) -> Response:
         """A file of requests, for a batch."""
         return JsonResponse(kept.keep(exchange.tenant, StoredFile(body.file_name, "batch", body.file)).told())
+
+    routes.add_api_route(
+        "/v1/files", upload, methods=["POST"], responses=answers(FileAnswer), route_class_override=FormRoute
+    )
 
     @routes.get("/v1/files", responses=answers(FileList))
     async def list_files(
@@ -82,5 +85,4 @@ def router(context: ServerContext) -> APIRouter:
         """Ends it; what was answered is kept."""
         return JsonResponse(kept.cancel(exchange.tenant, batch_id).told())
 
-    routes.include_router(forms)
     return routes
