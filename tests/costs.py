@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import NamedTuple
 
 FILE = Path(__file__).with_name("costs.txt")
-SECONDS = 0.075
+SECONDS = 0.065
 """What a run spends on a test, about: of its cases, as many as fit."""
 DEAR = 0.4
 """A test of which one case takes longer takes turns: it is run in one of so many commits that its part of each is SECONDS."""

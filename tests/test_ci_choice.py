@@ -24,9 +24,9 @@ HERE = Path(__file__).parent
     ("cost", "expected"),
     [
         (None, None),
-        (Cost(0.07, 50), None),
+        (Cost(0.06, 50), None),
         (Cost(0.9, 1), 1),
-        (Cost(1.2, 50), 3),
+        (Cost(1.2, 50), 2),
         (Cost(9.9, 11), 1),
         (Cost(30.0, 3), 1),
     ],
