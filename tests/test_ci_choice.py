@@ -114,7 +114,7 @@ def test_processes_run_the_same_and_say_how_much_they_left_out(tmp_path: Path) -
     cases = "import pytest\n@pytest.mark.parametrize('i', range(20))\ndef test_cases(i): ...\n"
     (tmp_path / "test_x.py").write_text(cases + "def test_dear(): ...\ndef test_new(): ...\n")
     (tmp_path / "test_y.py").write_text("def test_other(): ...\n")
-    costs.write({"test_x.py::test_cases": Cost(0.7, 20), "test_x.py::test_dear": Cost(2.5, 1)}, tmp_path / "costs.txt")
+    costs.write({"test_x.py::test_cases": Cost(0.6, 20), "test_x.py::test_dear": Cost(2.5, 1)}, tmp_path / "costs.txt")
     settings = {"CI": "true", "TEST_NANOVLLM_TURN": "3", "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1"}
     environment = {name: value for name, value in os.environ.items() if name != "TEST_NANOVLLM_CASES"} | settings
     command = [sys.executable, "-m", "pytest", "-p", "xdist.plugin", "-n", "2", "--dist", "loadfile", "-p", "no:cacheprovider"]
