@@ -216,22 +216,23 @@ class _Run:
         self._requests, self._results, self._tally = requests, results, tally
         self._keys = keys_of(requests, settings)
         self._kept = results.resume(self._keys, [each.number for each in requests])
+        self._waiting = [_Left(i, each) for i, each in enumerate(requests) if not results.has(i)]
 
     def begin(self) -> None:
+        """What is broken fails, and what is left may be asked."""
         self._tally.begin(self._kept)
+        for position, request in self._waiting:
+            if request.broken is not None:
+                self._put(position, answer_of_broken(self._keys[position], request))
 
     def run(self, ask: Callable[[list[_Left]], AsyncGenerator[Found, None]], screen: Console) -> None:
         """Asks what has no answer yet. Raises RequestError at the end if a line failed."""
         from nanovllm_cli.cli.remote import interruptible
 
-        waiting = [_Left(i, each) for i, each in enumerate(self._requests) if not self._results.has(i)]
-        left = [each for each in waiting if each.request.broken is None]
+        left = [each for each in self._waiting if each.request.broken is None]
         try:
             if not left:
                 self.begin()
-            for position, request in waiting:
-                if request.broken is not None:
-                    self._put(position, answer_of_broken(self._keys[position], request))
             steps = interruptible(ask(left)) if left else None
             with contextlib.closing(steps) if steps is not None else contextlib.nullcontext():
                 for found in steps or ():
