@@ -104,8 +104,8 @@ from nanovllm_cli.models.minicpm import MINICPM, MINICPM3
 from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.mllama import MLLAMA
-from nanovllm_cli.models.molmo import MOLMO_NAMES, family_of_molmo
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.molmo import MOLMO_NAMES, family_of_molmo
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanbeige import NANBEIGE, OURO
 from nanovllm_cli.models.nanochat import NANOCHAT

@@ -82,7 +82,9 @@ _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lam
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
 """Of those stacks' layers: what is one tensor of what."""
-_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", "deepseek_v4", "molmo2", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS)
+_KINDS = (
+    "olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", "deepseek_v4", "molmo2", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS,
+)  # fmt: skip
 _WHOLE_TABLE, _FIRST_SHARD = ".ngram_embedding.weight", ".ngram_embedding.shard_0.weight"
 _FIRST_EMBEDDING = "backbone.embedding.weight"
 
