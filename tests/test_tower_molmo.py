@@ -50,7 +50,9 @@ WORDS = ["<im_patch>", "<im_col>", "<im_start>", "<low_res_im_start>", "<im_end>
 FIRST = 500
 TEMPLATE = ("{% for m in messages %}{% for part in m.content %}{{ '<|image|>' if part.type == 'image' else part.text }}"
             "{% endfor %}{% endfor %}: ")  # fmt: skip
-QWEN: dict[str, Any] = {"qk_norm_type": "qwen3", "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4}}
+QWEN: dict[str, Any] = {
+    "qk_norm_type": "qwen3", "attention_bias": True, "rope_parameters": {"rope_type": "default", "rope_theta": 1e4},
+}  # fmt: skip
 OLMO: dict[str, Any] = {
     "qk_norm_type": "olmo", "norm_after": True, "rope_scaling_layers": [1],
     "rope_parameters": {"rope_type": "linear", "rope_theta": 1e4, "factor": 4.0},
@@ -89,9 +91,8 @@ class Images(Molmo2ImageProcessor):  # type: ignore[misc]
     def seen(self, picture: pillow.Image) -> dict[str, torch.Tensor]:
         pixels = torch.from_numpy(np.array(picture)).permute(2, 0, 1)
         names = "do_resize", "resample", "do_rescale", "rescale_factor", "do_normalize", "image_mean", "image_std"
-        own = {name: getattr(self, name) for name in (*names, "do_convert_rgb", *SMALL)}
-        made = self._preprocess([pixels], disable_grouping=False, return_tensors="pt", **own | {"size": SizeDict(**SMALL["size"])})
-        return dict(made)
+        own = {name: getattr(self, name) for name in (*names, "do_convert_rgb", *SMALL)} | {"size": SizeDict(**SMALL["size"])}
+        return dict(self._preprocess([pixels], disable_grouping=False, return_tensors="pt", **own))
 
 
 def a_processor(**own: Any) -> Molmo2Processor:
@@ -135,8 +136,9 @@ def test_pixels_and_tokens_are_those_of_transformers(shape: tuple[int, int], own
     assert (theirs - ours).abs().max() <= 1  # where a colour lies in the middle between two
     assert (theirs != ours).float().mean() < 1e-2
     tokens = a_processor(**own).replace_image_token(seen, 0).replace("><", ">|<").split("|")
-    (placed,) = (spec.placed(found, 0),)
-    assert placed.num_tokens == len(tokens) and placed.whole
+    placed = spec.placed(found, 0)
+    assert placed.whole
+    assert placed.num_tokens == len(tokens)
     assert placed.num_alike == tokens.count("<im_patch>")
     marks = {mark.place: spec.tokens.marks[mark.kind] for mark in found.mosaic.marks(found.mosaic.height)}
     assert [marks.get(place, "<im_patch>") for place in range(len(tokens))] == tokens

@@ -1,6 +1,6 @@
-"""Molmo 2 (Allen Institute for AI 2025): a Qwen3, or an OLMo 3 without windows, with more tokens than its head has rows for: those
-that stand for images. What it sees by: `towers_molmo.py`; what its folders call tensors: `weights/molmo_names.py`. llama.cpp has
-none."""
+"""Molmo 2 (Allen Institute for AI 2025): a Qwen3, or an OLMo 3 without windows, with more tokens than its head has rows for:
+those that stand for images. What it sees by: `towers_molmo.py`; what its folders call tensors: `weights/molmo_names.py`.
+llama.cpp has none."""
 
 from __future__ import annotations
 

@@ -408,10 +408,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
-    if names[0] == "FalconForCausalLM":
-        return family_of_falcon(config)
-    if names[0] in MOLMO_NAMES:
-        return family_of_molmo(config)
+    if names[0] in ("FalconForCausalLM", *MOLMO_NAMES):
+        return (family_of_molmo if names[0] in MOLMO_NAMES else family_of_falcon)(config)
     if names[0] in T5_NAMES:
         return family_of_t5(config, T5_NAMES[names[0]])
     if names[0] in OWN_ARCHITECTURES or is_eagle(config):
