@@ -166,13 +166,14 @@ def test_an_answer_about_an_image_is_transformers(model: tuple[Any, Path]) -> No
     with LLM(folder, config=EngineConfig(threads=2, dtype="float32", max_num_batched_tokens=23)) as llm:
         prompt = llm.encode_chat(said)
         (output,) = llm.chat(said, params)
+        assert llm.tokenizer.encode("Say") == [FIRST + 6, *b"Say"]  # as the processor begins all texts
         with pytest.raises(UnsupportedError, match="sees 1 image in a prompt, not 2"):
             llm.chat([{"role": "user", "content": [image, image]}], params)
     seen = Images(**SMALL).seen(picture)
     tokens = a_processor(use_single_crop_col_tokens=False).replace_image_token(seen, 0).replace("><", ">|<").split("|")
-    ids = [*b"Say: ", *(FIRST + WORDS.index(token) for token in tokens), *b"What is it?: "]
+    ids = [FIRST + 6, *b"Say: ", *(FIRST + WORDS.index(token) for token in tokens), *b"What is it?: "]
     assert list(prompt) == ids
-    kinds = torch.tensor([[int(each >= FIRST) for each in ids]])
+    kinds = torch.tensor([[int(FIRST <= each < FIRST + 5) for each in ids]])
     answer = made.generate(torch.tensor([ids]), **seen, mm_token_type_ids=kinds, max_new_tokens=8, do_sample=False,
                            eos_token_id=None, pad_token_id=0)  # fmt: skip
     assert list(output.outputs[0].token_ids) == answer[0, len(ids) :].tolist()
