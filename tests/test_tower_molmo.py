@@ -159,7 +159,7 @@ def model(request: Any, tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, 
 
 def test_an_answer_about_an_image_is_transformers(model: tuple[Any, Path]) -> None:
     made, folder = model
-    picture = pillow.fromarray(colours(33, 60, 3))
+    picture = pillow.fromarray(colours(24, 40, 3))  # in squares of 5 lines and 8 columns of patches
     image: dict[str, Any] = {"type": "image_url", "image_url": {"url": data_url(saved(picture, "PNG"))}}
     said = [{"role": "user", "content": [{"type": "text", "text": "Say: "}, image, {"type": "text", "text": "What is it?"}]}]
     params = SamplingParams(temperature=0, max_tokens=8, ignore_eos=True)
