@@ -26,12 +26,15 @@ from nanovllm_cli.images.sizes import fitted, most_tokens
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.registry import hf_family
+from nanovllm_cli.models.tower import tower_of, tower_shapes, work_bytes
 from nanovllm_cli.models.towers_molmo import molmo2
-from nanovllm_cli.vision_spec import TokenIds, VisionSpec
+from nanovllm_cli.mosaic import Mosaic
+from nanovllm_cli.vision_spec import Image, TokenIds, VisionSpec
 from nanovllm_cli.weights import convert
 from nanovllm_cli.weights.checkpoint import open_checkpoint
 from test_images import colours, saved
 from test_llm import write_byte_tokenizer
+from test_tower_memory import Held
 
 PUBLISHED: dict[str, Any] = {
     "architectures": ["Molmo2ForConditionalGeneration"], "model_type": "molmo2", "tie_word_embeddings": False,
@@ -238,3 +241,27 @@ def test_texts_that_are_refused(own: dict[str, Any], error: type[Exception], wor
     config = changed("text_config", **own)
     with pytest.raises(error, match=words):
         spec_from_hf(config, hf_family(config))
+
+
+def test_what_patches_of_several_layers_take_is_told() -> None:
+    config = json.loads(small(QWEN).to_json_string()) | {"architectures": PUBLISHED["architectures"]}
+    config["vision_config"] |= {"image_size": [108, 108], "num_position_embeddings": 729, "hidden_size": 64, "head_dim": 32}
+    spec = read(config, SMALL | {"size": {"height": 108, "width": 108}, "overlap_margins": [4, 4]}).tower
+    tensors = {name: torch.ones(shape) for name, shape in tower_shapes(spec).items()}
+    tower, num_pixels = tower_of(spec, tensors, ((0, 0, 0), (1, 1, 1))), 5 * 108**2
+    image = Image.of(5 * 108, 108, bytes(3 * num_pixels), Mosaic(2, 2, 27, 27, 4, 1))
+    with torch.inference_mode(), Held() as held:
+        tower(image)
+    assert held.most <= work_bytes(spec, num_pixels, torch.float32) <= 1.7 * held.most
+
+
+def test_a_mosaic_that_nobody_made_is_refused() -> None:
+    spec = read(json.loads(small(QWEN).to_json_string()) | {"architectures": PUBLISHED["architectures"]}, SMALL)
+    fine = Image.of(60, 20, bytes(3 * 60 * 20), Mosaic(1, 2, 5, 5, 1, 1))
+    assert spec.fits([spec.placed(fine, 3)], 99)
+    for rows, columns, *others in (
+        (2, 2, 5, 5, 1, 1), (1, 5, 5, 5, 1, 1), (0, 0, 5, 5, 1, 1), (1, 2, 5, 6, 1, 1), (1, 2, 5, 5, 2, 1), (1, 2, 5, 5, 0, 1),
+        (1, 2, 5, 5, 1, 0), (1, 2, 0, 0, 0, 0),
+    ):  # fmt: skip
+        image = fine._replace(mosaic=Mosaic(rows, columns, *others))
+        assert not spec.fits([spec.placed(fine, 3)._replace(image=image)], 99)
