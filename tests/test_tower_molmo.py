@@ -192,13 +192,15 @@ def test_neither_steps_nor_neighbours_nor_found_prefixes_change_a_bit(model: tup
     for shape in ((33, 60), (20, 20)):
         (image,) = read_image(saved(pillow.fromarray(colours(*shape, 3)), "PNG"), vision, "it").images
         placed = vision.placed(image, 5)
+        assert image.mosaic is not None
         ids = [*range(5), *[FIRST] * placed.num_tokens, *range(40, 51)]
         for mark in image.mosaic.marks(5):
             ids[5 + mark.place] = FIRST + WORDS.index(vision.tokens.marks[mark.kind])
         prompts.append(TokenIds(ids, [placed]))
     requests = [(prompt, greedy(6, logprobs=0)) for prompt in (*prompts, list(range(30, 60)))]
     alone = [logprobs_of(run(engine_for(worker), [request])[0]) for request in requests]
-    for setting in ({}, {"max_num_batched_tokens": 3}, {"num_blocks": 14}):
+    changed_settings: list[dict[str, Any]] = [{}, {"max_num_batched_tokens": 3}, {"num_blocks": 14}]
+    for setting in changed_settings:
         engine = engine_for(worker, **setting)
         for _ in range(2):
             assert [logprobs_of(each) for each in run(engine, requests)] == alone
