@@ -148,6 +148,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
     "Idefics3": ("vision_config", {"image_size": 256}),
     "LightOn": ("vision_config", {"hidden_act": "gelu"}),  # of a part that does not say it, and not of one that is not there
     "SmolVLM": ("vision_config", {"image_size": 256}),
+    "Molmo2": ("text_config", {"hidden_size": 3584}),
     "Ovis2": ("text_config", {"hidden_size": 1536}),
     "Qwen2Audio": ("audio_config", {}),
     "CohereCompass": ("text_config", {"hidden_size": 3584}),

@@ -141,7 +141,7 @@ def test_pixels_are_transformers(shape: tuple[int, int]) -> None:
     seen: Any = LlavaNextImageProcessorPil(**plain, image_grid_pinpoints=grids)(images=[picture])["pixel_values"][0]
     (ours,) = read_image(saved(picture, "PNG"), read(config, own), "it").images
     assert ours.mosaic is not None
-    assert ours.mosaic[2:] == shape
+    assert ours.mosaic[2:4] == shape
     pixels = np.frombuffer(ours.pixels, np.uint8).reshape(-1, 28, 28, 3).transpose(0, 3, 1, 2)
     np.testing.assert_array_equal(pixels, seen[..., :28, :28])
 
@@ -177,7 +177,7 @@ def test_an_image_for_which_there_is_room_for_one_square(tmp_path: Path) -> None
         tower = load_tower(checkpoint, whole, torch.float32)
     spec = whole.limited(20)
     (image,) = read_image(saved(pillow.fromarray(colours(30, 40, 3)), "PNG"), spec, "it").images
-    assert image.mosaic == (0, 0, 30, 40)
+    assert image.mosaic == Mosaic(0, 0, 30, 40)
     found = tower(image).rows
     values = torch.from_numpy(np.frombuffer(image.pixels, np.uint8).reshape(1, 16, 16, 3).copy()).permute(0, 3, 1, 2) / 255
     mean, std = (torch.tensor(each).view(3, 1, 1) for each in (spec.mean, spec.std))

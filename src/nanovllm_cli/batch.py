@@ -28,12 +28,13 @@ class WholeImages(NamedTuple):
 
 class ImageRows(NamedTuple):
     """Of the tokens `rows` [n] int64 of a step: what a tower has made of their images, [n, hidden]; and what is added to them
-    behind each of the layers `behind`, [n, hidden] each."""
+    behind each of the layers `behind`, [n, hidden] each. added: values are added to embeddings, and take the place of none."""
 
     rows: torch.Tensor
     values: torch.Tensor
     deep: tuple[torch.Tensor, ...] = ()
     behind: tuple[int, ...] = ()
+    added: bool = False
 
 
 @dataclass(frozen=True, slots=True)

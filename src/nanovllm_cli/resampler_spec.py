@@ -5,6 +5,16 @@ from __future__ import annotations
 from typing import NamedTuple
 
 
+class PoolSpec(NamedTuple):
+    """Attention by which the mean of 2 x 2 patches looks at these (Molmo 2). head_dim: of `num_heads` of queries, and of
+    `key_heads` of keys and values; width: of the rows that it makes."""
+
+    num_heads: int
+    key_heads: int
+    head_dim: int
+    width: int
+
+
 class ResamplerSpec(NamedTuple):
     """A Perceiver (Jaegle et al. 2021): layers in which learned queries see rows and each other, by RMS norms, attention and an
     MLP that is gated by a SiLU, four times as wide as the queries. Rows have become as wide by another such MLP, of `between`

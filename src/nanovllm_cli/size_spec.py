@@ -7,7 +7,7 @@ from bisect import bisect_right
 from dataclasses import dataclass, replace
 from typing import Literal, NamedTuple
 
-from nanovllm_cli.mosaic import most_rows
+from nanovllm_cli.mosaic import Laid, most_rows
 
 MAX_ASPECT = 200
 """How much longer one side of an image may be than the other: Qwen2-VL's bound."""
@@ -36,7 +36,9 @@ class SizeRule:
     mosaic   one of `grids` of tiles, in lines and columns: that which shows the most of its pixels, and of those that with the
              least around it, which is black; all of it, in front of these, in one tile. Of tiles as of "square" (LLaVA-NeXT).
              Where `nearest` is "covering" the image is made as large as the grid, which is the smallest that shows nine tenths
-             of its pixels, or else that which shows the most, and tiles lie apart (Ovis2)
+             of its pixels, or else that which shows the most, and tiles lie apart (Ovis2). Where there is a `margin`, of so many
+             multiples at each edge of a tile, tiles overlap by these, and the image is made as large as the grid that, without
+             a margin, it fits into if it grows, by the least, or else shrinks to by the least (Molmo 2)
     largest  its own shape, as large as max_pixels allow, sides rounded down, and none longer than longest_side (Gemma 4)
     tiles    its own shape with the longer side longest_side, sides rounded up to tiles; all of it: one tile, and nothing but that
              where most_tiles is 1 (Idefics3)
@@ -63,6 +65,7 @@ class SizeRule:
              front of them: as one of them, and nothing but that where it has no more pixels, of so many then if it grows
              (MiniCPM-V); with "letters", it and pieces as what is written in them asks (MiniCPM-OCR)
 
+    resample: "nearest four" is linear between pixels' middles, also where an image becomes smaller. ends: see `Mosaic`.
     most_with_ends: of an `area` whose lines have one more behind them, so many multiples with these at the most; 0: any number.
     """
 
@@ -74,7 +77,7 @@ class SizeRule:
     min_pixels: int = 0
     max_pixels: int = 0
     longest_side: int = 0
-    resample: Literal["bicubic", "bilinear", "lanczos"] = "bicubic"
+    resample: Literal["bicubic", "bilinear", "lanczos", "nearest four"] = "bicubic"
     tile: int = 0
     least_tiles: int = 0
     most_tiles: int = 0
@@ -92,11 +95,17 @@ class SizeRule:
     together: bool = False
     least_side: int = 0
     around: tuple[int, int, int] = (0, 0, 0)
+    margin: int = 0
+    ends: bool = False
 
     @property
     def apart(self) -> bool:
         """See `Mosaic`."""
         return self.nearest == "covering"
+
+    @property
+    def laid(self) -> Laid:
+        return Laid(self.apart, self.margin, self.ends)
 
     @property
     def always_cut(self) -> bool:
@@ -187,6 +196,6 @@ class SizeRule:
             fewer = bisect_right(range(self.most_tiles + 1), most, key=lambda count: self.padded_cells(count)) - 1
             size = replace(size, most_tiles=max(1, fewer))
         elif self.kind == "mosaic":
-            fits = (grid for grid in self.grids if most_rows(grid, self.tile // cell, squares, apart=self.apart) <= most)
-            size = replace(size, grids=tuple(fits))
+            fits = [grid for grid in self.grids if most_rows(grid, self.tile // cell, squares, self.laid) <= most]
+            size = replace(size, grids=tuple(fits or self.grids[: self.margin and 1]))
         return size

@@ -13,12 +13,13 @@ from typing import Literal, NamedTuple
 
 from nanovllm_cli.canvas_spec import Canvas, Lying, Markers, are_canvases
 from nanovllm_cli.fastvit_spec import FastVitSpec
+from nanovllm_cli.mosaic import Mosaic
 from nanovllm_cli.pictures import Clip as Clip
 from nanovllm_cli.pictures import Image as Image
 from nanovllm_cli.pictures import Picture as Picture
 from nanovllm_cli.pictures import Sound as Sound
 from nanovllm_cli.pictures import Video as Video
-from nanovllm_cli.resampler_spec import ResamplerSpec
+from nanovllm_cli.resampler_spec import PoolSpec, ResamplerSpec
 from nanovllm_cli.sam_spec import SamSpec
 from nanovllm_cli.size_spec import SizeRule
 from nanovllm_cli.tiles_spec import TilesSpec
@@ -175,7 +176,8 @@ class TowerSpec:
     table, whose rows are added up so weighed; `marks` rows more of that table are those between squares that lie apart),
     "shuffled" (Llama 4: join a cell, three matrices with a GELU behind the first two, projector_size rows between them),
     "averaged" (Perception LM: two layers with a GELU, projector_size rows between them, of which a cell's mean is taken),
-    "resampled" (Idefics 2: see `ResamplerSpec`), "direct" (Gemma 4 12B: there are no layers, see `tower_patches.py`);
+    "resampled" (Idefics 2: see `ResamplerSpec`), "direct" (Gemma 4 12B: there are no layers, see `tower_patches.py`),
+    "attended" (Molmo 2: see `PoolSpec`; behind it an MLP that is gated by a SiLU, projector_size rows wide);
     projector_eps: of its norm, 0 where "joined" has none. standardized: before that norm, a mean is taken off and a scale
     multiplied with. out_scale: of rows, but for those of `deep`. sam: what is in front of it, or instead of it, where it has no
     layers; see `SamSpec`. fastvit: what it is instead of a transformer, whose layers are blocks; see `FastVitSpec`. tiles: how it
@@ -196,7 +198,7 @@ class TowerSpec:
     eps: float
     projector: Literal[
         "merger", "pooled", "patch_merger", "scaled", "joined", "gated", "lined", "placed", "queried", "tabled",
-        "shuffled", "averaged", "resampled", "direct",
+        "shuffled", "averaged", "resampled", "direct", "attended",
     ]
     projector_eps: float
     projector_size: int = 0
@@ -238,6 +240,7 @@ class TowerSpec:
     query_side: int = 0
     queries: tuple[Query, ...] = ()
     resampler: ResamplerSpec | None = None
+    pool: PoolSpec | None = None
     sam: SamSpec | None = None
     fastvit: FastVitSpec | None = None
     tiles: TilesSpec | None = None
@@ -313,7 +316,8 @@ class VisionSpec:
     """All that a model needs to see. mean, std: of the three colours, from 0 to 1, which are taken off and divided by. has_grid:
     see `PlacedImage`. whole: tokens of an image see all of it, also what is behind them; whole_in_windows: only in
     layers with a window. markers: of pieces that share a canvas; see `PlacedImage`. prefix: a prompt is an image and a text
-    behind it, so many tokens at most, all of which see each other; 0: it is anything. video: how it sees one, if it does."""
+    behind it, so many tokens at most, all of which see each other; 0: it is anything. video: how it sees one, if it does. added:
+    what a tower makes is added to the embedding of the token that stands for it. most_images: of a prompt; 0: any number."""
 
     tower: TowerSpec
     size: SizeRule
@@ -326,6 +330,8 @@ class VisionSpec:
     markers: Markers | None = None
     prefix: int = 0
     video: VideoSpec | None = None
+    added: bool = False
+    most_images: int = 0
 
     def limited(self, most: int, fps: float | None = None, most_frames: int = 768) -> VisionSpec:
         """The same for images of at most so many tokens, with those at the ends of lines, where their size is not fixed, and for
@@ -350,6 +356,9 @@ class VisionSpec:
     def least_tokens(self) -> int:
         """Of an image, however small."""
         rule = self.size
+        if rule.margin:
+            side = rule.tile // rule.multiple
+            return Mosaic(1, 1, side, side, rule.margin, int(rule.ends)).num_rows(side, 0)
         if self.tower.resampler is not None:
             return self.tower.resampler.queries * rule.num_shown
         is_tile = rule.kind not in ("area", "grid", "padded") and (rule.kind != "slices" or rule.grows == "always")
@@ -384,7 +393,7 @@ class VisionSpec:
             if self.size.kind == "pages" and not self.size.is_page(height, width):
                 return False
             size, cell = self.size, self.tower.cell
-            if mosaic is not None and not mosaic.fits(height, width, size.tile // cell, size.grids, apart=size.apart):
+            if mosaic is not None and not mosaic.fits(height, width, size.tile // cell, size.grids, size.laid):
                 return False
             if self.prefix and (placed.start or ordinal or not 0 <= placed.behind <= num_tokens or placed.end > self.prefix):
                 return False
@@ -415,7 +424,8 @@ class VisionSpec:
         """An image where its first token is the prompt's `start`, with so many images before it."""
         assert isinstance(image, Image)
         if image.mosaic is not None:
-            return PlacedImage(image, start, 1, image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares))
+            columns = image.mosaic.num_rows(image.width // self.tower.cell, self.tower.squares)
+            return PlacedImage(image, start, 1, columns, whole=self.whole)
         cell, framed = self.tower.cell, self._framed
         if self.leads:
             count = image.height * image.width // self.size.tile**2

@@ -56,6 +56,9 @@ def checked_images(
         if images[0].end > vision.prefix:
             told = f"the image and its text are {images[0].end} tokens, of which this model sees {vision.prefix} at a time"
             raise UsageError(told, "make the text shorter")
+    if vision is not None and 0 < vision.most_images < len(images):
+        told = f"this model sees {vision.most_images} image in a prompt, not {len(images)}: those of one would see each other"
+        raise UnsupportedError(told, "send one, or lay several side by side in one image")
     hearing = seeing.senses.hearing
     if hearing is not None and hearing.leads and (len(images) != 1 or images[0].start):
         told = f"a prompt of this model begins with half a minute of sound, and has no other; this one has {len(images)}"

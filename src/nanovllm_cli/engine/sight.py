@@ -115,8 +115,10 @@ class Sight:
         for each in found:  # of what is heard nothing is added behind layers
             each += [torch.zeros_like(each[0])] * (most - len(each))
         values, *deep = (torch.cat(each) for each in zip(*found, strict=True))
-        behind = () if self.senses.vision is None or not deep else self.senses.vision.tower.deep_behind
-        return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep), behind)
+        vision = self.senses.vision
+        behind = () if vision is None or not deep else vision.tower.deep_behind
+        added = vision is not None and vision.added
+        return ImageRows(torch.from_numpy(np.concatenate(places)).to(values.device), values, tuple(deep), behind, added)
 
     def look(self, look: Look) -> int:
         """Computes stages of an image for later steps; how many are left."""

@@ -70,9 +70,12 @@ def _made(picture: Pixels, rule: SizeRule) -> Picture:
     from PIL.Image import Resampling
 
     from nanovllm_cli.images import letters  # with numpy
+    from nanovllm_cli.images.between import between_four
 
     def resized(source: Pixels, sides: Sides) -> Pixels:
         height, width = sides
+        if rule.resample == "nearest four":
+            return between_four(source, height, width)
         return source.resize((width, height), Resampling[rule.resample.upper()])
 
     sizes, tile = fitted(rule, picture.height, picture.width), rule.tile
@@ -155,13 +158,17 @@ def _mosaic(whole: Pixels, inner: Pixels | None, sizes: Sizes, rule: SizeRule, o
     tile, squares = rule.tile, [whole]
     rows, columns = sizes.grid or (0, 0)
     if inner is not None:
-        canvas = pillow.new("RGB", (columns * tile, rows * tile))
+        canvas = pillow.new("RGB", inner.size if rule.margin else (columns * tile, rows * tile))
         canvas.paste(inner, ((canvas.width - inner.width) // 2, (canvas.height - inner.height) // 2))
-        corners = [(column * tile, row * tile) for row in range(rows) for column in range(columns)]
+        step = tile - 2 * rule.margin * rule.multiple
+        corners = [(column * step, row * step) for row in range(rows) for column in range(columns)]
         squares += [canvas.crop((x, y, x + tile, y + tile)) for x, y in corners]
     made = [_image(square, rule) for square in squares]
     height, width = made[0].height * len(made), made[0].width
-    mosaic = Mosaic(rows, columns, *((0, 0) if rule.apart else own))
+    if rule.margin:
+        mosaic = Mosaic(rows, columns, tile // rule.multiple, tile // rule.multiple, rule.margin, int(rule.ends))
+    else:
+        mosaic = Mosaic(rows, columns, *((0, 0) if rule.apart else own))
     return Image.of(height, width, b"".join(each.pixels for each in made), mosaic)
 
 

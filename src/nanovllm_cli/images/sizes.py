@@ -115,8 +115,8 @@ def most_tokens(spec: VisionSpec) -> int:
         return 2 + (min(with_ends, max(2, rule.most_with_ends)) if rule.most_with_ends else with_ends)
     if rule.kind == "mosaic":
         side = rule.tile // spec.tower.cell
-        grids = (*rule.grids, (0, 0) if rule.apart else (1, 0))
-        return max(mosaic.most_rows(grid, side, spec.tower.squares, apart=rule.apart) for grid in grids)
+        grids = rule.grids if rule.margin else (*rule.grids, (0, 0) if rule.apart else (1, 0))
+        return max(mosaic.most_rows(grid, side, spec.tower.squares, rule.laid) for grid in grids)
     if rule.kind == "pages":
         return rule.page_tokens(spec.tower.cell, rule.most_tiles if rule.most_tiles >= rule.least_tiles else 0)
     if rule.kind == "longest" and spec.tokens.line_end:
@@ -203,6 +203,11 @@ def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:
     tile = rule.tile
     if not rule.grids:
         return Sizes((tile, tile))
+    if rule.margin:
+        both = 2 * rule.margin * rule.multiple
+        grid = _overlapping(rule, height - both, width - both)
+        whole = grid[0] * (tile - both) + both, grid[1] * (tile - both) + both
+        return Sizes((tile, tile), whole, whole, grid)
     if rule.apart:
         rows, columns = _covering(rule, height, width)
         whole = rows * tile, columns * tile
@@ -221,6 +226,20 @@ def _in_mosaic(rule: SizeRule, height: int, width: int) -> Sizes:
     else:
         first = rows * tile, min(math.ceil(width * by_height), columns * tile)
     return Sizes((tile, tile), (rows * tile, columns * tile), first, best)
+
+
+def _overlapping(rule: SizeRule, height: int, width: int) -> Sides:
+    """Lines and columns, by an image's sides without margins, which may be none or less. transformers computes in float32."""
+    window = rule.tile - 2 * rule.margin * rule.multiple
+    scales = [min(_ratio(rows * window, height), _ratio(columns * window, width)) for rows, columns in rule.grids]
+    if all(scale < 1 for scale in scales):
+        return rule.grids[scales.index(max(scales))]
+    grown = [scale if scale >= 1 else 1e10 for scale in scales]
+    return rule.grids[grown.index(min(grown))]
+
+
+def _ratio(side: int, of: int) -> float:
+    return struct.unpack("f", struct.pack("f", side / of))[0] if of else math.inf
 
 
 def _covering(rule: SizeRule, height: int, width: int) -> Sides:

@@ -280,7 +280,9 @@ class Decoder:
             residual = self.embedding_norm.alone(residual)
         if self.embedding_scale != 1.0:
             self.ops.scale(residual, self.embedding_scale)
-        if batch.images is not None:
+        if batch.images is not None and batch.images.added:
+            residual.index_add_(0, batch.images.rows, batch.images.values)
+        elif batch.images is not None:
             residual.index_copy_(0, batch.images.rows, batch.images.values)
         if self.entry is not None:
             residual = self.entry(residual, batch.positions, batch.segments)

@@ -105,6 +105,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.mllama import MLLAMA
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.molmo import MOLMO_NAMES, family_of_molmo
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanbeige import NANBEIGE, OURO
 from nanovllm_cli.models.nanochat import NANOCHAT
@@ -407,8 +408,8 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
     others = HF_BODIES | HF_CLASSIFIERS
-    if names[0] == "FalconForCausalLM":
-        return family_of_falcon(config)
+    if names[0] in ("FalconForCausalLM", *MOLMO_NAMES):
+        return (family_of_molmo if names[0] in MOLMO_NAMES else family_of_falcon)(config)
     if names[0] in T5_NAMES:
         return family_of_t5(config, T5_NAMES[names[0]])
     if names[0] in OWN_ARCHITECTURES or is_eagle(config):

@@ -23,6 +23,7 @@ from nanovllm_cli.models.tower_fastvit import FastVitTower
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Colours, Seeing, Stages, TowerRows
 from nanovllm_cli.models.tower_mosaic import laid_apart, laid_out
 from nanovllm_cli.models.tower_patches import PatchTower, patch_bytes
+from nanovllm_cli.models.tower_pool import pool_numbers
 from nanovllm_cli.models.tower_projectors import TABLED_TOGETHER, Grid, Projecting
 from nanovllm_cli.models.tower_resampler import WIDENED_TOGETHER
 from nanovllm_cli.models.tower_sam import SamTower, beside_numbers
@@ -84,6 +85,9 @@ class Tower(Projecting):
             return TowerRows(queried[0] if 0 in queried else torch.zeros_like(added[0]), added)
         if spec.reads:
             x = torch.cat([read[count] for count in spec.reads], dim=1)
+        if spec.pool is not None:
+            assert image.mosaic is not None
+            return TowerRows(self._pooled(x, image.mosaic))
         if spec.lead:
             x = x.view(image.num_squares, -1, x.shape[1])[:, 1:].reshape(-1, x.shape[1])
         if spec.post_norm:
@@ -231,6 +235,8 @@ def work_bytes(spec: TowerSpec, num_pixels: int, dtype: torch.dtype) -> int:
     if spec.projector == "tabled":
         inner = max(inner, 12 * spec.projector_size * TABLED_TOGETHER // dtype.itemsize)
     numbers = ROWS_KEPT * spec.hidden_size * patches + inner
+    if spec.pool is not None:  # what was read of layers is kept, and lies side by side
+        numbers = max(numbers, 5 * len(spec.reads) * spec.hidden_size * patches + pool_numbers(spec))
     if spec.resampler is not None:  # its own rows, and attention's keys and values, are kept beside
         size, kept = dtype.itemsize, 4 * spec.hidden_size * patches * dtype.itemsize
         widened = 3 * spec.resampler.between * min(patches, WIDENED_TOGETHER) + spec.out_size * patches

@@ -7,9 +7,10 @@ from typing import NamedTuple
 import torch
 from torch.nn import functional
 
+from nanovllm_cli.models.tower_pool import Pooling, pool_shapes
 from nanovllm_cli.models.tower_products import activated
 from nanovllm_cli.models.tower_queries import query_shapes
-from nanovllm_cli.models.tower_resampler import Resampling, resampler_shapes
+from nanovllm_cli.models.tower_resampler import resampler_shapes
 from nanovllm_cli.vision_spec import TowerSpec
 
 TABLED_TOGETHER = 256
@@ -26,7 +27,7 @@ class Grid(NamedTuple):
     windows: tuple[tuple[int, int], ...]
 
 
-class Projecting(Resampling):
+class Projecting(Pooling):
     """Of a tower."""
 
     def _projected(self, x: torch.Tensor, grid: Grid) -> torch.Tensor:
@@ -125,6 +126,8 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         return shapes
     if spec.projector == "resampled":
         return resampler_shapes(spec)
+    if spec.projector == "attended":
+        return pool_shapes(spec)
     if spec.projector == "queried":
         return query_shapes(spec)
     if spec.projector == "tabled":

@@ -69,6 +69,7 @@ from nanovllm_cli.models.towers_llama4 import LLAMA4_NAMES, llama4
 from nanovllm_cli.models.towers_llava import LLAVA_NAMES, LLAVA_UNREAD, llava, llava_next, llava_onevision
 from nanovllm_cli.models.towers_minicpm import MINICPM_NAMES, minicpm, minicpm_4_7, minicpm_ocr
 from nanovllm_cli.models.towers_mllama import MLLAMA_NAMES, mllama
+from nanovllm_cli.models.towers_molmo import MOLMO2_NAMES, molmo2
 from nanovllm_cli.models.towers_ovis import OVIS2_NAMES, ovis2
 from nanovllm_cli.models.towers_pages import GLM4V_NAMES, GLM_OCR_NAMES, PADDLEOCR_NAMES, glm4v, glm_ocr, paddleocr
 from nanovllm_cli.models.towers_paligemma import PALIGEMMA_NAMES, paligemma
@@ -106,12 +107,14 @@ Read = Callable[[ConfigReader, ConfigReader], VisionSpec]
 class TowerFamily:
     """names: our names of tensors, {i} for a layer, or a stage, and {j} for a layer in that -> those in its folders, of which
     ours has the rows behind each other. What a name may begin with is left to who reads them. unread: what folders have and
-    nothing here reads, a layer's number as the only group, which then is none of the spec's. video: of those that see them."""
+    nothing here reads, a layer's number as the only group, which then is none of the spec's. video: of those that see them.
+    asks_processor: whether settings of images have those of processor_config.json in "processor"."""
 
     read: Read
     names: Mapping[str, tuple[str, ...]]
     unread: re.Pattern[str] = re.compile(r"(?!)")
     video: tower_videos.ReadVideo | None = None
+    asks_processor: bool = False
 
 
 def tower_family(config: Mapping[str, Any]) -> TowerFamily | None:
@@ -281,6 +284,8 @@ TOWERS: dict[str, TowerFamily] = {
     "LlavaNextForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaNextVideoForConditionalGeneration": TowerFamily(llava_next, LLAVA_NAMES, LLAVA_UNREAD),
     "LlavaOnevisionForConditionalGeneration": TowerFamily(llava_onevision, LLAVA_NAMES, LLAVA_UNREAD),
+    "Molmo2ForConditionalGeneration": TowerFamily(molmo2, MOLMO2_NAMES, re.compile(r"vision_tower\.layers\.(\d+)\..*"),
+                                                  asks_processor=True),
     "Ovis2ForConditionalGeneration": TowerFamily(ovis2, OVIS2_NAMES),
     "PaddleOCRVLForConditionalGeneration": TowerFamily(paddleocr, PADDLEOCR_NAMES),
     "Lfm2VlForConditionalGeneration": TowerFamily(lfm2, LFM2_NAMES),

@@ -32,6 +32,8 @@ MAX_TEMPLATE_BYTES = 1 << 20
 _MAX_TEMPLATES = 32
 _SINGLE_TEMPLATE = "chat_template.jinja"
 _T5, _MOST_MARKS = "spiece.model", 1000
+_BEGIN = ("molmo2",)
+"""Models whose processor puts a BOS, or an EOS where there is none, in front of all texts, whatever the tokenizer does."""
 _OWN_TEMPLATES = {"k2_horizon": "chat_template_generation.jinja"}
 """Of kinds of models that have what they are served with beside an older one. Elsewhere such a file is for training."""
 _MAX_STEPS, _MAX_WRITTEN, _MAX_GROWTH = 1000, 64, 16  # of a normalizer
@@ -63,8 +65,12 @@ def load_folder(folder: Path) -> TokenizerParts:
         token_id = (world.id_of(backend, content) if parts.is_world else backend.token_to_id(content)) if content else None
         if declared or token_id is not None:
             setattr(parts, f"{role}_id", token_id)
-    translators.told_languages(parts, config, _read_object(folder / "config.json").get("model_type"))
+    kind = _read_object(folder / "config.json").get("model_type")
+    translators.told_languages(parts, config, kind)
     _surround(parts, config)
+    if kind in _BEGIN and not parts.prefix_ids:
+        first = parts.eos_id if parts.bos_id is None else parts.bos_id
+        parts.prefix_ids = () if first is None else (first,)
     _lower(backend, _read_object(folder / "sentence_bert_config.json"))
     parts.chat_templates = _templates(folder, config) or parts.chat_templates
     return parts
@@ -326,7 +332,12 @@ def _templates(folder: Path, config: dict[str, Any]) -> dict[str, str]:
     for directory in ("chat_templates", "additional_chat_templates"):
         for path in sorted((folder / directory).glob("*.jinja"))[:_MAX_TEMPLATES]:
             found[path.stem] = _read_text(path, MAX_TEMPLATE_BYTES)
-    return found
+    return {name: _begun(source) for name, source in found.items()} if kind in _BEGIN else found
+
+
+def _begun(source: str) -> str:
+    """Which begins as the model's processor has it where the template does not."""
+    return source if "bos_token" in source else f"{{{{ bos_token or eos_token }}}}{source}"
 
 
 def _read_object(path: Path, limit: int = MAX_CONFIG_BYTES) -> dict[str, Any]:

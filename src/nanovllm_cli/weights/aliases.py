@@ -231,6 +231,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "lightonocr": {"1b": "lightonai/LightOnOCR-1B-1025"},
     "paddleocr-vl": {"0.9b": "PaddlePaddle/PaddleOCR-VL"},
     "perception-lm": _sizes("facebook/Perception-LM-*", "1B 3B 8B"),
+    "molmo2": {"4b": "allenai/Molmo2-4B", "8b": "allenai/Molmo2-8B", "o-7b": "allenai/Molmo2-O-7B"},
     "paligemma": {"3b": "google/paligemma-3b-mix-224"},
     "paligemma2": _sizes("google/paligemma2-*-mix-448", "3b 10b 28b"),
     "deepseek-ocr": {"3b": "deepseek-ai/DeepSeek-OCR"},

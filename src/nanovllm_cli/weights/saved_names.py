@@ -28,6 +28,8 @@ saves others:
                  layers.0.attn.norm.weight                   self_attn.kv_norm.weight, which is published as kv_norm
                  layers.0.attn.wq_a.scale                    self_attn.q_a_proj.weight_scale_inv, of each weight that has one
 
+Molmo 2's have those of what transformers makes of them: `molmo_names.py`.
+
 Not covered: pickles.
 """
 
@@ -35,13 +37,13 @@ from __future__ import annotations
 
 import itertools
 import re
-from typing import NamedTuple
 
 import torch
 
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.passes_spec import LoopSpec, PassesSpec
 from nanovllm_cli.weights.checkpoint import Checkpoint, CheckpointView, TensorInfo, as_bytes
+from nanovllm_cli.weights.molmo_names import Piece, of_a_molmo
 
 _NORM = re.compile(r"(model\.layers\.\d+)\.post_feedforward_layernorm\.weight")
 _TAPS = re.compile(r"(model\.layers\.\d+\.linear_attn)\.q_conv1d\.weight")
@@ -80,17 +82,11 @@ _PAIRED = re.compile(r"(?:model|backbone)\.layers\.(\d{1,6})\.(self_attn|mlp|lam
 _HALVES = {"self_attn": (0, "mixer"), "lambda_1": (0, "attn_alpha"), "mlp": (1, "mixer"), "lambda_2": (1, "mlp_alpha")}
 _JOINED = {"self_attn.gqkv": ("gate", "q", "k", "v"), "mlp.gate_up": ("gate", "up")}
 """Of those stacks' layers: what is one tensor of what."""
-_KINDS = ("olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", "deepseek_v4", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS)
+_KINDS = (
+    "olmo_hybrid", "kimi_linear", "mamba", "zamba2", "talkie", "deepseek_v4", "molmo2", *_IN_ONE_ROW, *_HY4_KINDS, *_QWEN4_KINDS,
+)  # fmt: skip
 _WHOLE_TABLE, _FIRST_SHARD = ".ngram_embedding.weight", ".ngram_embedding.shard_0.weight"
 _FIRST_EMBEDDING = "backbone.embedding.weight"
-
-
-class _Piece(NamedTuple):
-    """Rows of a tensor of the files."""
-
-    stored: str
-    first: int
-    end: int
 
 
 def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
@@ -99,13 +95,15 @@ def by_published_names(checkpoint: Checkpoint) -> Checkpoint:
     if checkpoint.format != "hf" or kind not in _KINDS:
         return checkpoint
     names = set(checkpoint.names())
+    if kind == "molmo2":
+        return _Published(checkpoint, *of_a_molmo(checkpoint, names), set())
     if kind == "dory":
         halves = {published: name for name in names if (published := _of_halves(name)) != name}
         return _Published(checkpoint, halves, {}, set()) if halves else checkpoint
     if kind == "hrm_text":
         return _Published(checkpoint, *_numbered(checkpoint, names), set())
     renamed: dict[str, str] = {}
-    divided: dict[str, list[_Piece]] = {}
+    divided: dict[str, list[Piece]] = {}
     count: object = checkpoint.config.get("num_mem_blocks", 1)
     sharing = sorted({int(found[1]) for name in names if (found := _SHARED.fullmatch(name))})
     again = sharing[count:] if kind == "zamba2" and isinstance(count, int) and count > 0 else []
@@ -188,12 +186,12 @@ def _of_one_stack(name: str, count: int) -> str:
     return name if place is None else f"model.layers.{int(place[2]) + count * (place[1] == 'H')}.{place[3]}"
 
 
-def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], dict[str, list[_Piece]]]:
+def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], dict[str, list[Piece]]]:
     """Layers of two stacks as those of one, what renames them, and parts of what is made of attention's input."""
     found = {name: place for name in names if (place := _STACKED.fullmatch(name)) is not None}
     count = 1 + max((int(place[2]) for place in found.values()), default=-1)
     renamed: dict[str, str] = {}
-    divided: dict[str, list[_Piece]] = {}
+    divided: dict[str, list[Piece]] = {}
     for name, place in found.items():
         part = re.sub(r"^attn\.", "self_attn.", place[3])
         layer = _of_one_stack(name, count).removesuffix(f".{place[3]}")
@@ -206,11 +204,11 @@ def _numbered(checkpoint: Checkpoint, names: set[str]) -> tuple[dict[str, str], 
         rows = shape[0] // len(own)
         for i, each in enumerate(own):
             module, _, last = whole.rpartition(".")
-            divided[f"{layer}.{module}.{each}{part.removeprefix(f'{module}.{last}')}"] = [_Piece(name, i * rows, (i + 1) * rows)]
+            divided[f"{layer}.{module}.{each}{part.removeprefix(f'{module}.{last}')}"] = [Piece(name, i * rows, (i + 1) * rows)]
     return renamed, divided
 
 
-def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[_Piece]]:
+def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[str, list[Piece]]:
     """Of a layer's three, which transformers divides evenly, whatever they are of. Empty where they are as they should be."""
     keys = ("num_key_heads", "key_head_dim", "num_value_heads", "value_head_dim")
     said = [checkpoint.config.get(f"linear_{key}") for key in keys]
@@ -223,13 +221,13 @@ def _divided(checkpoint: Checkpoint, names: set[str], taps: list[str]) -> dict[s
     if there == wanted or sum(there) != sum(wanted) or len({(info.shape[1:], info.dtype_name) for info in infos}) > 1:
         return {}
     starts, ends = ([0, *itertools.accumulate(counts)] for counts in (there, wanted))
-    found: dict[str, list[_Piece]] = {}
+    found: dict[str, list[Piece]] = {}
     for name, begin, end in zip(taps, ends, ends[1:], strict=False):
         found[name] = []
         for stored, own, behind in zip(taps, starts, starts[1:], strict=False):
             first, last = max(begin, own), min(end, behind)
             if first < last:
-                found[name].append(_Piece(stored, first - own, last - own))
+                found[name].append(Piece(stored, first - own, last - own))
     return found
 
 
@@ -237,7 +235,7 @@ class _Published(CheckpointView):
     """renamed: names -> those of the files. divided: names -> what lies behind each other in theirs. left_out: of the
     files'."""
 
-    def __init__(self, inner: Checkpoint, renamed: dict[str, str], divided: dict[str, list[_Piece]], left_out: set[str]) -> None:
+    def __init__(self, inner: Checkpoint, renamed: dict[str, str], divided: dict[str, list[Piece]], left_out: set[str]) -> None:
         super().__init__(inner)
         self._renamed = renamed
         self._divided = divided

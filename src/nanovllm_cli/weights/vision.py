@@ -52,6 +52,7 @@ _UNREAD = re.compile(
 finer of a Granite Docling's connectors, and what training counted."""
 _UNREAD_WHOLE = re.compile(rf"{_UNREAD.pattern}|vision_tower\.vit_merger\..*")
 """And where patches are not joined within a tower, what a MiniCPM-V's has for that."""
+_SECTIONS = "vision_config", "vit_config"
 _LAYER = re.compile(r"(?<=\.)\d+(?=\.)")
 _PLACES = "{i}", "{j}"
 
@@ -68,12 +69,14 @@ def read_vision(checkpoint: Checkpoint) -> VisionSpec | None:
     Raises CheckpointError for configs that are broken, UnsupportedError for what they ask and no tower here can be.
     """
     family = tower_family(checkpoint.config) if checkpoint.format == "hf" else None
-    if family is None or checkpoint.config.get("vision_config") is None:
+    if family is None or not any(checkpoint.config.get(key) is not None for key in _SECTIONS):
         return None
     if not any(map(is_of_tower, checkpoint.names())):
         return None
     config, folder = ConfigReader(checkpoint.config, "config.json"), folder_of(checkpoint.path)
     images = settings_of(folder, "image_processor")
+    if family.asks_processor:
+        images = ConfigReader({**images.values, "processor": _of_processor(folder)}, images.where)
     return with_video(family.read(config, images), family.video, config, _of_videos(folder, images))
 
 
@@ -113,6 +116,12 @@ def settings_of(folder: Path, processor: str) -> ConfigReader:
         if section.has(processor):
             return section.section(processor)
     return ConfigReader(read_json_file(own, MAX_CONFIG_BYTES) if own.is_file() else {}, own.name)
+
+
+def _of_processor(folder: Path) -> Mapping[str, object]:
+    """What has image processor and tokenizer says of itself."""
+    whole = folder / "processor_config.json"
+    return read_json_file(whole, MAX_CONFIG_BYTES) if whole.is_file() else {}
 
 
 def _of_videos(folder: Path, images: ConfigReader) -> ConfigReader:
@@ -222,7 +231,7 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if spec.projector == "direct":
         return tower_shapes(spec) | ({} if of_file else {"positions.weight": (spec.positions, 2, spec.hidden_size)})
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
-    if of_file or (spec.projector != "scaled" and spec.stretch != "areas"):  # which are matrices there, too
+    if of_file or (spec.projector not in ("scaled", "attended") and spec.stretch != "areas"):  # which are matrices there, too
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
     if spec.films:
