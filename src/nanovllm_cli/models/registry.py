@@ -105,6 +105,7 @@ from nanovllm_cli.models.minimax import MINIMAX_M2
 from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.mllama import MLLAMA
 from nanovllm_cli.models.modernbert import MODERNBERT
+from nanovllm_cli.models.moonshine import MOONSHINE
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanbeige import NANBEIGE, OURO
 from nanovllm_cli.models.nanochat import NANOCHAT
@@ -348,6 +349,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     **BART_FAMILIES,
     **{kind: T5_FAMILIES[name, name != "t5"] for kind, name in T5_NAMES.items()},
     "TalkieForCausalLM": TALKIE,
+    "MoonshineForConditionalGeneration": MOONSHINE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "WhisperForConditionalGeneration": WHISPER,
     "VaultGemmaForCausalLM": VAULT_GEMMA,
