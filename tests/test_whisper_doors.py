@@ -368,7 +368,7 @@ class Turned:
         self.under_way: list[float] = []
         self.most = 0
         monkeypatch.setattr(reading, "MAX_SECONDS", 1)
-        monkeypatch.setattr(dictations, "dictate", self._dictate)
+        monkeypatch.setattr(dictations, "dictate_by", self._dictate)
         monkeypatch.setattr(dictations, "_scribe", lambda model: None)
         monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
 

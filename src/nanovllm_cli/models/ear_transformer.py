@@ -112,8 +112,9 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
         shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
 
     if spec.front == "wave":
-        for i, ((places, _), (wide, width)) in enumerate(zip(WAVE, ((hidden, 1), (2 * hidden, hidden), (hidden, 2 * hidden)))):
-            matrix(f"front{i}", wide, places * width, bias=i > 0)
+        widths = 1, hidden, 2 * hidden, hidden
+        for i, (places, _) in enumerate(WAVE):
+            matrix(f"front{i}", widths[i + 1], places * widths[i], bias=i > 0)
         norm("front_norm")
     elif spec.front == "line":
         matrix("front0", hidden, 3 * spec.num_bins)

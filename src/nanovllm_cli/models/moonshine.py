@@ -57,7 +57,8 @@ def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
         # transformers reads as many queries as there are keys, and nothing can have been trained so
         raise UnsupportedError(f"{read.where}: a Moonshine with fewer heads of keys than of queries", ANOTHER)
     if spec.max_position > MAX_POSITIONS:
-        raise CheckpointError(f"{read.where}: texts of {spec.max_position} positions; at most {MAX_POSITIONS} are believed", BROKEN)
+        told = f"texts of {spec.max_position} positions; at most {MAX_POSITIONS} are believed"
+        raise CheckpointError(f"{read.where}: {told}", BROKEN)
     spec = spec.with_attention(out_bias=False)
     attention = spec.attention
     cross = CrossSpec(replace(attention, rope=None))
