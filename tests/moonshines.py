@@ -20,12 +20,12 @@ TEXT_LEN = 40
 
 
 def config_of(**changes: Any) -> Any:
-    """Of whose heads of 18 numbers, and 12 in the encoder, 16 and 10 turn."""
+    """Of whose heads of 16 numbers 14 turn."""
     from transformers import MoonshineConfig
 
     shape = {
-        "vocab_size": VOCAB, "hidden_size": 36, "intermediate_size": 52, "encoder_num_hidden_layers": 2,
-        "decoder_num_hidden_layers": 3, "encoder_num_attention_heads": 2, "decoder_num_attention_heads": 2,
+        "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 52, "encoder_num_hidden_layers": 2,
+        "decoder_num_hidden_layers": 3, "encoder_num_attention_heads": 3, "decoder_num_attention_heads": 3,
         "max_position_embeddings": TEXT_LEN, "decoder_start_token_id": START, "bos_token_id": START, "eos_token_id": END,
         "pad_token_id": END, "partial_rotary_factor": 0.9, "pad_head_dim_to_multiple_of": 8,
     }  # fmt: skip

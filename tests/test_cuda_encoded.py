@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import barts
+import moonshines
 import reading
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -55,10 +56,18 @@ def sounds(engine: Engine) -> list[TokenIds]:
     return [prompt_of(hearing_of(engine), a_window(seed), text) for seed, text in enumerate(texts)]
 
 
+def waves(engine: Engine) -> list[TokenIds]:
+    spec = hearing_of(engine)
+    asked = [(900, [256]), (7000, [256, 7, 8]), (16_000, [256, *range(40, 60)])]
+    return [moonshines.prompt_of(spec, moonshines.a_wave(each, seed), text) for seed, (each, text) in enumerate(asked)]
+
+
 def made(kind: str, folder: Path) -> Model:
     match kind:
         case "whisper":
             return Model(whisper_folder(folder, dtype=BF16), sounds)
+        case "moonshine":
+            return Model(moonshines.moonshine_folder(folder, dtype=BF16), waves)
         case "mllama":
             # Which takes more packages than a machine with a GPU may have.
             from test_mllama import IMAGE, Made, an_image
@@ -77,7 +86,7 @@ def made(kind: str, folder: Path) -> Model:
     return Model(folder, lambda engine: [list(source(count, count)) for count in (1, 5, 16, 40)])
 
 
-@pytest.fixture(scope="module", params=["t5", "bart", "whisper", "mllama"])
+@pytest.fixture(scope="module", params=["t5", "bart", "whisper", "moonshine", "mllama"])
 def model(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Model:
     pytest.importorskip("transformers")
     return made(request.param, tmp_path_factory.mktemp("model"))

@@ -1,4 +1,4 @@
-"""A Whisper, or a Moonshine, in this process as `run` sees it: what is said in a sound, as text or as subtitles, piece by piece."""
+"""A Whisper, or a Moonshine, in this process as `run` sees it: what is said in a sound, as text or as subtitles, by pieces."""
 
 from __future__ import annotations
 
