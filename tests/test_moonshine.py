@@ -7,11 +7,13 @@ import functools
 from pathlib import Path
 from typing import Any
 
+import httpx
 import numpy as np
 import pytest
 import torch
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
+from live_server import LiveServer, live_server
 from moonshines import END, START, TEXT_LEN, a_wave, config_of, heard, moonshine, moonshine_folder, prompt_of
 from nanovllm_cli import LLM, Wishes, transcribe
 from nanovllm_cli.cross_spec import Alignment
@@ -225,6 +227,27 @@ def test_doors(folder: Path, doors: Doors, tmp_path: Path) -> None:
     code, _, err = doors.command(*args, "Ada")
     assert code != 0
     assert "knows nothing of a prompt" in err
+
+
+def test_a_server(folder: Path) -> None:
+    sound = saved(noise(RATE, 3))
+
+    def asked(live: LiveServer, path: str = "transcriptions", **fields: str) -> httpx.Response:
+        files = {"file": ("talk.wav", sound)}
+        return httpx.post(f"{live.base_url}/audio/{path}", data={"model": "m", **fields}, files=files, timeout=60)
+
+    with live_server(str(folder), "--alias", "m", "--dtype", "float32") as live:
+        found = asked(live, max_completion_tokens="6")
+        with LLM(folder, dtype="float32", threads=2, num_blocks=160) as llm:
+            expected = transcribe(llm, sound, Wishes(sampling={"max_tokens": 6}))
+        assert (found.status_code, found.json()["text"]) == (200, expected.text)
+        assert found.json()["usage"]["output_tokens"] == 6
+        for fields, told in (
+            ({"language": "de"}, "a language that is named"), ({"response_format": "verbose_json"}, "knows nothing of times"),
+            ({"prompt": "Ada"}, "a prompt"), ({"path": "translations"}, "translations"),
+        ):  # fmt: skip
+            refused = asked(live, **fields)
+            assert (refused.status_code, told in refused.json()["error"]["message"]) == (400, True)
 
 
 # ---- what is refused ----
