@@ -3,17 +3,17 @@ others; and that no bit of it depends on steps, neighbours, or what was found ag
 
 from __future__ import annotations
 
+import asyncio
 import functools
 from pathlib import Path
-from typing import Any
+from types import SimpleNamespace
+from typing import Any, cast
 
-import httpx
 import numpy as np
 import pytest
 import torch
 
 from engines import check_that_no_bit_changes, engine_for, logprobs_of, run, worker_for
-from live_server import LiveServer, live_server
 from moonshines import END, START, TEXT_LEN, a_wave, config_of, heard, moonshine, moonshine_folder, prompt_of
 from nanovllm_cli import LLM, Wishes, transcribe
 from nanovllm_cli.cross_spec import Alignment
@@ -25,6 +25,10 @@ from nanovllm_cli.models.ears import EARS
 from nanovllm_cli.models.families import spec_from_hf
 from nanovllm_cli.models.moonshine import LONGEST, MOONSHINE
 from nanovllm_cli.sampling_params import SamplingParams
+from nanovllm_cli.server import dictations
+from nanovllm_cli.server.api_error import ApiError
+from nanovllm_cli.server.dictations import Turns
+from nanovllm_cli.server.schemas_audio import SAMPLING
 from nanovllm_cli.sounds.reading import read_sound
 from nanovllm_cli.text.dictation import Answered, Ask, Heard, Passage
 from nanovllm_cli.text.plain_dictation import PlainScribe, any_scribe_of, cut, dictate_by, quietest
@@ -220,7 +224,7 @@ def test_doors(folder: Path, doors: Doors, tmp_path: Path) -> None:
     args = ("run", str(folder), "--audio", str(sound), "-t", "2", "--kv-cache", "20M", "-q")
     code, out, _ = doors.command(*args, "-n", "4")
     assert (code, bool(out)) == (0, True)
-    for flag in (["--subtitles", "srt"], ["--language", "de"], ["--translate"], ["--word-times", "--json"], ["-bo", "3"]):
+    for flag in (["--subtitles", "srt"], ["--language", "de"]):
         code, out, err = doors.command(*args, *flag)
         assert (code, out) == (2, "")
         assert "is for Whispers" in err
@@ -229,25 +233,32 @@ def test_doors(folder: Path, doors: Doors, tmp_path: Path) -> None:
     assert "knows nothing of a prompt" in err
 
 
-def test_a_server(folder: Path) -> None:
-    sound = saved(noise(RATE, 3))
+@pytest.mark.parametrize(("fields", "told"), [
+    ({}, None), ({"language": "de"}, "a language that is named"), ({"response_format": "verbose_json"}, "knows nothing of times"),
+    ({"prompt": "Ada"}, "a prompt"), ({"task": "translate"}, "translations"),
+])  # fmt: skip
+def test_a_servers_dictation(fields: dict[str, Any], told: str | None, spec: HearingSpec, folder: Path) -> None:
+    """Whose model, here, has one thing to say."""
+    facts = SimpleNamespace(hearing=spec, context_len=4096)
+    model = SimpleNamespace(
+        facts=facts, tokenizer=Tokenizer.from_folder(folder), generation_config={}, default_params=SamplingParams()
+    )
+    usual = dict.fromkeys((*SAMPLING, "max_completion_tokens", "timestamp_granularities", "language", "prompt"))
+    body = SimpleNamespace(**{**usual, "response_format": "json", "file": saved(noise(RATE, 3)), **fields})
+    nobody, task = cast(Any, None), fields.get("task", "transcribe")
+    made = dictations.Dictation(nobody, cast(Any, model), cast(Any, body), task, nobody, Turns())
 
-    def asked(live: LiveServer, path: str = "transcriptions", **fields: str) -> httpx.Response:
-        files = {"file": ("talk.wav", sound)}
-        return httpx.post(f"{live.base_url}/audio/{path}", data={"model": "m", **fields}, files=files, timeout=60)
+    async def answered(ask: Ask) -> list[Answered]:
+        return [Answered([72, 105, END], [-0.1] * 3)]
 
-    with live_server(str(folder), "--alias", "m", "--dtype", "float32") as live:
-        found = asked(live, max_completion_tokens="6")
-        with LLM(folder, dtype="float32", threads=2, num_blocks=160) as llm:
-            expected = transcribe(llm, sound, Wishes(sampling={"max_tokens": 6}))
-        assert (found.status_code, found.json()["text"]) == (200, expected.text)
-        assert found.json()["usage"]["output_tokens"] == 6
-        for fields, told in (
-            ({"language": "de"}, "a language that is named"), ({"response_format": "verbose_json"}, "knows nothing of times"),
-            ({"prompt": "Ada"}, "a prompt"), ({"path": "translations"}, "translations"),
-        ):  # fmt: skip
-            refused = asked(live, **fields)
-            assert (refused.status_code, told in refused.json()["error"]["message"]) == (400, True)
+    made._answered = answered  # type: ignore[method-assign]
+    if told is None:
+        asyncio.run(dictations.whole(made))
+        assert made.text == "Hi"
+        return
+    with pytest.raises(ApiError, match=told) as refused:
+        asyncio.run(dictations.whole(made))
+    assert refused.value.status == 400
 
 
 # ---- what is refused ----
