@@ -126,6 +126,7 @@ def quiet_at(*seconds: float, length: float) -> np.ndarray:
 
 @pytest.mark.parametrize(("quiet", "length", "ends"), [
     ((3.0,), 30.0, []), ((15.0, 24.0), 40.0, [24.0]), ((10.0, 22.0, 28.0, 49.0), 70.0, [28.0, 49.0]), ((25.0,), 30.5, [25.0]),
+    ((22.0, 28.0), 30.5, [22.0]),
 ])  # fmt: skip
 def test_sounds_are_cut_where_it_is_quiet(quiet: tuple[float, ...], length: float, ends: list[float]) -> None:
     """In the last third of half a minute, and four seconds from the end at least."""
@@ -259,6 +260,7 @@ def test_a_servers_dictation(fields: dict[str, Any], told: str | None, spec: Hea
     with pytest.raises(ApiError, match=told) as refused:
         asyncio.run(dictations.whole(made))
     assert refused.value.status == 400
+    assert body.file, "refused before it is read"
 
 
 # ---- what is refused ----
