@@ -274,6 +274,11 @@ class HearingSpec:
         return False
 
     @property
+    def plain(self) -> bool:
+        """Whether it leads, and has as many rows as it is long: nothing is told beside what is said (Moonshine)."""
+        return self.leads and not self.padded
+
+    @property
     def timed(self) -> bool:
         """Whether it matters which of its sound's pieces one is."""
         return isinstance(self.tower, EarSpec) and self.tower.timed > 0
@@ -323,7 +328,7 @@ class HearingSpec:
         assert isinstance(sound, Sound)
         rows = self.tower.num_made(sound.heard)
         lead = lead_of(rows) if self.leads else rows
-        shown = lead if self.leads and not self.padded else None  # of pieces of one length, all rows are always seen
+        shown = lead if self.plain else None  # of pieces of one length, all rows are always seen
         return PlacedImage(sound, start, 1, rows, behind=lead - rows, leads=self.leads, shown=shown)
 
 

@@ -154,7 +154,7 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     sampling: dict[str, Any] = {name: value for name, value in given.items() if name not in ("temperature", *_ONLY)}
     temperature = given.get("temperature") or None
     wishes = question.wishes
-    is_plain = llm.hearing is not None and not llm.hearing.padded
+    is_plain = llm.hearing is not None and llm.hearing.plain
     if is_plain and (flags := [*wishes.flags, *(["--language"] if told(wishes.language) is not None else [])]):
         raise UsageError(f"{flags[0]} is for Whispers, and {llm.name} is none", "leave it out, or take whisper:tiny")
     task: Task = "translate" if wishes.translate else "transcribe"

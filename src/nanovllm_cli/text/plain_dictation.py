@@ -61,7 +61,7 @@ def any_scribe_of(
     hearing: HearingSpec | None, tokenizer: Tokenizer, config: Mapping[str, Any], max_len: int
 ) -> AnyScribe | None:
     """As `scribe_of`, for a model of either kind."""
-    if hearing is None or not hearing.leads or hearing.padded:
+    if hearing is None or not hearing.plain:
         return scribe_of(hearing, tokenizer, config, max_len)
     start, end = (tokenizer.token_to_id(token) for token in (hearing.tokens.token, "</s>"))
     if start is None or end is None:
