@@ -12,6 +12,7 @@ import pytest
 import torch
 
 import barts
+import moonshines
 import reading
 from emulation.device import EmulatedDevice
 from emulation.emulator import Emulator, needs_emulation
@@ -55,10 +56,18 @@ def sounds(engine: Engine) -> list[TokenIds]:
     return [prompt_of(hearing_of(engine), a_window(seed), text) for seed, text in enumerate(texts)]
 
 
+def waves(engine: Engine) -> list[TokenIds]:
+    spec = hearing_of(engine)
+    asked = [(900, [256]), (7000, [256, 7, 8]), (16_000, [256, *range(40, 60)])]
+    return [moonshines.prompt_of(spec, moonshines.a_wave(each, seed), text) for seed, (each, text) in enumerate(asked)]
+
+
 def made(kind: str, folder: Path) -> Model:
     match kind:
         case "whisper":
             return Model(whisper_folder(folder, dtype=BF16), sounds)
+        case "moonshine":
+            return Model(moonshines.moonshine_folder(folder, dtype=BF16), waves)
         case "mllama":
             # Which takes more packages than a machine with a GPU may have.
             from test_mllama import IMAGE, Made, an_image
@@ -115,6 +124,13 @@ def test_tokens_and_likelihoods_are_those_of_the_cpu(model: Model, cache: Any) -
     device = EmulatedDevice()
     check_near(*(answers(model, where, kv_cache_dtype=cache) for where in (device, None)))
     assert {kernel.stem for kernel in device.launcher.launched - device.launcher.rehearsed} <= {"blocks"}
+
+
+def test_sounds_of_any_length_are_as_on_the_cpu(tmp_path: Path) -> None:
+    model = made("moonshine", tmp_path)
+    device = EmulatedDevice()
+    check_near(*(answers(model, where) for where in (device, None)))
+    assert device.graphs, "such steps are recorded, too"
 
 
 def test_steps_of_whoever_sees_something_are_recorded(model: Model) -> None:

@@ -368,7 +368,7 @@ class Turned:
         self.under_way: list[float] = []
         self.most = 0
         monkeypatch.setattr(reading, "MAX_SECONDS", 1)
-        monkeypatch.setattr(dictations, "dictate", self._dictate)
+        monkeypatch.setattr(dictations, "dictate_by", self._dictate)
         monkeypatch.setattr(dictations, "_scribe", lambda model: None)
         monkeypatch.setattr(dictations, "_wishes", lambda *_: None)
 
@@ -506,6 +506,6 @@ def test_what_a_server_refuses(client: Any) -> None:
 def test_a_file_of_subtitles_in_which_nobody_speaks_is_one(form: Any, expected: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(dictating, "passages_of", lambda *_: iter([Heard("en", 1.0)]))
     question = Question(sounds=["data:audio/wav;base64,"], wishes=TranscriptWishes(subtitles=form))
-    answering = dictating.DictationAnswering(cast(Any, SimpleNamespace(name="whisper")), question, {})
+    answering = dictating.DictationAnswering(cast(Any, SimpleNamespace(name="whisper", hearing=None)), question, {})
     assert "".join(piece.content for pieces in answering for piece in pieces) == expected
     assert answering.result.answers[0].content == expected

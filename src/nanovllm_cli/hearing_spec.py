@@ -29,6 +29,8 @@ RATE = 16_000
 """Samples a second of all that is heard here."""
 HOP, WINDOW = 160, 400
 """Samples from one frame of a spectrogram to the next, and in each of them (Whisper, Radford et al. 2022)."""
+WAVE = (127, 64), (7, 3), (3, 2)
+"""Places that three convolutions over samples see, and from one of these to the next (Moonshine, Jeffries et al. 2024)."""
 
 
 class ShawSpec(NamedTuple):
@@ -58,19 +60,22 @@ class EarSpec:
 
     front: what makes rows of frames. "line": two convolutions along time, the second of which halves it; "plane": frames in
     chunks of `chunk`, each an image with three convolutions of `channels`, which halve both sides, and a matrix (Qwen3-Omni);
-    "pairs": a matrix over two frames. shaw: what layers and projector are then, "queries".
+    "pairs": a matrix over two frames; "wave": frames are samples, and three convolutions (`WAVE`) of so many channels, twice as
+    many and so many make rows of them, with a norm of all numbers of a piece behind the first. shaw: what layers and projector
+    are where front is "pairs", "queries".
     positions: learned ones that are added to so many rows; 0: sines and cosines are, from each chunk's beginning on, or, where
     there is `turned`, nothing: so many dimensions of each head turn by the position then, the first by 1 radian, the last by
     about 1 / theta (Su et al. 2021). timed: in front of the projector so many numbers of a row turn by the time at which it is in
     its sound and by which of the pieces it is in, and as many more by that and its place there, scaled by theta (Music Flamingo).
     sees_silence: also what only fills up a piece is seen by its layers. activation: of an MLP,
-    down(act(up(x))). key_bias: whether keys have one. pooled: of so many rows behind each other the mean is what counts.
+    down(act(up(x))). key_bias: whether keys have one. bare: norms, and matrices of attention, have none; and what turns of a head
+    lies in pairs beside each other. pooled: of so many rows behind each other the mean is what counts.
     joined: so many rows are one to the projector. projector: "two" layers with an activation between them, projector_size rows,
     or "one", or "none": the last norm gives what is read; projector_bias: of theirs.
     """
 
     num_bins: int
-    front: Literal["line", "plane", "pairs"]
+    front: Literal["line", "plane", "pairs", "wave"]
     positions: int
     hidden_size: int
     num_layers: int
@@ -93,6 +98,7 @@ class EarSpec:
     timed: int = 0
     sees_silence: bool = False
     shaw: ShawSpec | None = None
+    bare: bool = False
 
     @property
     def head_dim(self) -> int:
@@ -116,6 +122,8 @@ class EarSpec:
             return frames // 2
         if self.front == "line":
             return -(-frames // 2)
+        if self.front == "wave":
+            return samples_in_rows(frames)
         whole, rest = divmod(frames, self.chunk)
         return whole * _thrice_halved(self.chunk) + _thrice_halved(rest)
 
@@ -232,7 +240,9 @@ class HearingSpec:
     then; "apart": the same of each piece by itself; "universal": of each piece, of whose frames none reaches beyond its
     samples; "pairs": an even number of frames, as torchaudio makes them. leads: the decoder attends to one piece beside its text,
     which begins behind its tokens (`CrossSpec`), and writes down what is said and nothing else; a sound is not cut beforehand, as
-    the next piece begins where what is said in one has ended. decoder: layers and heads of such a decoder."""
+    the next piece begins where what is said in one has ended, or, of one whose pieces are not padded, where it is quiet
+    (`text/plain_dictation.py`). decoder: layers and heads of such a decoder; text_len: tokens that one knows whose pieces are not
+    padded, for the longest."""
 
     tower: AnyEar
     tokens: ImageTokens
@@ -246,6 +256,12 @@ class HearingSpec:
     spectrogram: Literal["whisper", "apart", "universal", "pairs"] = "whisper"
     leads: bool = False
     decoder: tuple[int, int] = (0, 0)
+    text_len: int = 0
+
+    @property
+    def hop(self) -> int:
+        """Samples from one frame to the next."""
+        return 1 if self.tower.front == "wave" else HOP
 
     @property
     def has_grid(self) -> bool:
@@ -256,6 +272,11 @@ class HearingSpec:
     def whole(self) -> bool:
         """See `VisionSpec`."""
         return False
+
+    @property
+    def plain(self) -> bool:
+        """Whether it leads, and has as many rows as it is long: nothing is told beside what is said (Moonshine)."""
+        return self.leads and not self.padded
 
     @property
     def timed(self) -> bool:
@@ -285,7 +306,7 @@ class HearingSpec:
                 return False
             if placed != self.placed(sound, placed.start) or not placed.num_tokens:
                 return False
-            if self.leads and (placed.start or sound.heard != self.piece):
+            if self.leads and (placed.start or (self.padded and sound.heard != self.piece)):
                 return False
             end = placed.end
         return end <= num_tokens
@@ -297,11 +318,18 @@ class HearingSpec:
         values = sound.values[first * row : (first + self.piece) * row]
         return Sound.of(values + bytes(self.piece * row - len(values)), self.piece, self.piece, sound.bins)
 
+    def part(self, sound: Sound, first: int, end: int) -> Sound:
+        """The same of one whose pieces are as long as they are: from frame `first` to `end`."""
+        row = 4 * sound.bins
+        return Sound.of(sound.values[first * row : end * row], end - first, end - first, sound.bins)
+
     def placed(self, sound: Image | Sound, start: int, ordinal: int = 0) -> PlacedImage:
         """A piece where its first token is the prompt's `start`."""
         assert isinstance(sound, Sound)
         rows = self.tower.num_made(sound.heard)
-        return PlacedImage(sound, start, 1, rows, behind=lead_of(rows) - rows if self.leads else 0, leads=self.leads)
+        lead = lead_of(rows) if self.leads else rows
+        shown = lead if self.plain else None  # of pieces of one length, all rows are always seen
+        return PlacedImage(sound, start, 1, rows, behind=lead - rows, leads=self.leads, shown=shown)
 
 
 Sense = VisionSpec | HearingSpec
@@ -368,6 +396,13 @@ class Senses(NamedTuple):
             if own and (sense is None or not sense.fits(own, num_tokens)):
                 return False
         return True
+
+
+def samples_in_rows(samples: int) -> int:
+    """Rows that convolutions over samples make (`WAVE`)."""
+    for places, step in WAVE:
+        samples = max(0, (samples - places) // step + 1)
+    return samples
 
 
 def _thrice_halved(length: int) -> int:

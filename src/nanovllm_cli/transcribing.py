@@ -1,4 +1,5 @@
-"""What is said in a sound, by a loaded Whisper (`transcribe`): each question of `text/dictation.py` is one to the engine."""
+"""What is said in a sound, by a loaded Whisper, or a Moonshine (`transcribe`): each question of `text/dictation.py` is one to the
+engine."""
 
 from __future__ import annotations
 
@@ -7,8 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 
 from nanovllm_cli.errors import RequestError, UnmeetableError, UnsupportedError
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.text.dictation import Align, Answered, Ask, Dictation, Heard, Passage, Reply, dictate, joined
-from nanovllm_cli.text.scribe import Scribe, scribe_of
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Dictation, Heard, Passage, Reply, joined
+from nanovllm_cli.text.plain_dictation import AnyScribe, PlainScribe, any_scribe_of, check_plain, dictate_by
 from nanovllm_cli.text.wishes import Wishes
 
 if TYPE_CHECKING:
@@ -49,13 +50,15 @@ def passages_of(
     """What the sound is, then passages of each window. told: each answer's output, for who counts tokens. where: what errors call
     the sound.
 
-    Raises UsageError for what is no sound, or an unknown language, UnsupportedError for a model that is no Whisper, or what it
+    Raises UsageError for what is no sound, or an unknown language, UnsupportedError for a model that is neither, or what it
     can't do, RequestError where the model fails.
     """
     scribe = scribe_for(llm)
     assert llm.hearing is not None
+    if isinstance(scribe, PlainScribe):
+        check_plain(wishes)  # before anything is decoded
     wishes_of_a_model(llm, wishes)
-    way = dictate(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound, where), wishes)
+    way = dictate_by(scribe, llm.hearing, llm.tokenizer, clip_of(llm, sound, where), wishes)
     return driven(way, lambda ask: _aligned(llm, ask) if isinstance(ask, Align) else _answered(llm, ask, told))
 
 
@@ -82,14 +85,14 @@ def driven(dictation: Dictation, answer: Callable[[Ask | Align], Reply]) -> Iter
             yield step
 
 
-def scribe_for(llm: LLM) -> Scribe:
+def scribe_for(llm: LLM) -> AnyScribe:
     """UnsupportedError for a model that is none."""
     from nanovllm_cli.weights.checkpoint import open_checkpoint
 
     with open_checkpoint(llm.resolved.path) as checkpoint:
-        scribe = scribe_of(llm.hearing, llm.tokenizer, checkpoint.generation_config, llm.context_len)
+        scribe = any_scribe_of(llm.hearing, llm.tokenizer, checkpoint.generation_config, llm.context_len)
     if scribe is None:
-        told = f"{llm.name} hears nothing" if llm.hearing is None else f"{llm.name} is no Whisper"
+        told = f"{llm.name} hears nothing" if llm.hearing is None else f"{llm.name} is neither a Whisper nor a Moonshine"
         raise UnsupportedError(told, OTHERS if llm.hearing is not None else "take a model that hears: whisper:tiny")
     return scribe
 

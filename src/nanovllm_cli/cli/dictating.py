@@ -1,4 +1,4 @@
-"""A Whisper in this process as `run` sees it: what is said in a sound, as text or as subtitles, window by window."""
+"""A Whisper, or a Moonshine, in this process as `run` sees it: what is said in a sound, as text or as subtitles, by pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,9 @@ from nanovllm_cli.cli.records import Record, Statistics
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.content_parts import SOUNDS, VIDEOS
 from nanovllm_cli.text.dictation import Heard, Passage
+from nanovllm_cli.text.plain_dictation import check_plain
 from nanovllm_cli.text.scribe import Task
+from nanovllm_cli.text.spoken import told
 from nanovllm_cli.text.subtitles import cue, head, lines
 from nanovllm_cli.text.wishes import Wishes
 from nanovllm_cli.transcribing import passages_of
@@ -143,8 +145,8 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
         hint = "--audio talk.mp4 is a video's sound" if VIDEOS in kinds else hint
         raise UsageError(f"{llm.name} writes down what is said in a sound{what}", hint)
     if len(question.sounds) > 1 and question.wishes.subtitles is not None:
-        told = f"a file of subtitles is of one sound, and this is about {len(question.sounds)}"
-        raise UsageError(told, 'for f in *.mp3; do nanovllm run MODEL --audio "$f" --subtitles srt -o "$f.srt"; done')
+        what = f"a file of subtitles is of one sound, and this is about {len(question.sounds)}"
+        raise UsageError(what, 'for f in *.mp3; do nanovllm run MODEL --audio "$f" --subtitles srt -o "$f.srt"; done')
     usual = {"n": 1, "stop": ()}
     unknown = [flag for name, flag in _ONLY.items() if given.get(name) is not None and given[name] != usual.get(name)]
     if unknown:
@@ -152,9 +154,15 @@ def _wishes(llm: LLM, question: Question, given: Given) -> Wishes:
     sampling: dict[str, Any] = {name: value for name, value in given.items() if name not in ("temperature", *_ONLY)}
     temperature = given.get("temperature") or None
     wishes = question.wishes
+    is_plain = llm.hearing is not None and llm.hearing.plain
+    if is_plain and (flags := [*wishes.flags, *(["--language"] if told(wishes.language) is not None else [])]):
+        raise UsageError(f"{flags[0]} is for Whispers, and {llm.name} is none", "leave it out, or take whisper:tiny")
     task: Task = "translate" if wishes.translate else "transcribe"
     timed = wishes.subtitles is not None
     words = wishes.word_times or wishes.max_words is not None or wishes.max_line_width is not None
     prompt = question.text or None
-    return Wishes(wishes.language, task, prompt, timed, temperature, sampling=sampling, words=words, **wishes.own)
+    made = Wishes(wishes.language, task, prompt, timed, temperature, sampling=sampling, words=words, **wishes.own)
+    if is_plain:
+        check_plain(made)
+    return made
 

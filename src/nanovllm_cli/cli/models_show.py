@@ -228,10 +228,10 @@ def _sounds(facts: Facts) -> dict[str, int]:
         return {}
     import torch
 
-    from nanovllm_cli.hearing_spec import HOP, RATE
+    from nanovllm_cli.hearing_spec import RATE
     from nanovllm_cli.weights.hearing import hearing_bytes
 
-    minute = 60 * RATE // HOP * hearing.tower.num_made(hearing.piece) / hearing.piece
+    minute = 60 * RATE // hearing.hop * hearing.tower.num_made(hearing.piece) / hearing.piece
     return {"tokens": round(minute), "bytes": hearing_bytes(hearing, torch.bfloat16)}
 
 

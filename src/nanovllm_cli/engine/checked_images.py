@@ -61,7 +61,8 @@ def checked_images(
         raise UnsupportedError(told, "send one, or lay several side by side in one image")
     hearing = seeing.senses.hearing
     if hearing is not None and hearing.leads and (len(images) != 1 or images[0].start):
-        told = f"a prompt of this model begins with half a minute of sound, and has no other; this one has {len(images)}"
+        sound = "half a minute of sound" if hearing.padded else "a piece of a sound"
+        told = f"a prompt of this model begins with {sound}, and has no other; this one has {len(images)}"
         raise UsageError(told, "run MODEL --audio FILE, nanovllm_cli.transcribe and /v1/audio/transcriptions make such prompts")
     if vision is not None and vision.leads and images and not _are_led(images, prompt, seeing.image_token):
         raise UsageError("a prompt's images lie in front of it, each with a token in the text", "send them in messages")

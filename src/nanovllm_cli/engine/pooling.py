@@ -42,8 +42,9 @@ def check_times(num_processes: int) -> None:
 
 
 def _check_alignment(wanted: Alignment, prompt: Iterable[int], hearing: HearingSpec | None, num_processes: int) -> None:
-    if hearing is None or not hearing.leads:
-        raise UnsupportedError("this model attends to no sound beside its text: it knows no times of words", "take a Whisper")
+    if hearing is None or not hearing.leads or hearing.plain:
+        told = "this model knows no times of words: it attends to no sound beside its text, or to one of any length"
+        raise UnsupportedError(told, "take a Whisper")
     check_times(num_processes)
     layers, heads = hearing.decoder
     placed: PlacedImage = prompt.images[0]  # type: ignore[attr-defined]

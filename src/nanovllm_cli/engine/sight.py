@@ -172,7 +172,7 @@ def _told(image: Image | Sound) -> str:
     if isinstance(image, Sound) and image.is_text:
         return f"a text of {image.frames} tokens"
     if isinstance(image, Sound):
-        return f"a sound of {image.heard * HOP / RATE:.1f} seconds"
+        return f"a sound of {image.heard * (HOP if image.bins > 1 else 1) / RATE:.1f} seconds"  # a band alone is of samples
     what = "an image" if image.frames == 1 else f"{image.frames} frames"
     return f"{what} of {image.width} x {image.height} pixels"
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import HOP, RATE, EarSpec
+from nanovllm_cli.hearing_spec import HOP, RATE, WAVE, EarSpec
 from nanovllm_cli.models.tower_attention import Windows, attention
 from nanovllm_cli.models.tower_layers import ROWS_TOGETHER, Layers, Stages, TowerRows, waves
 from nanovllm_cli.models.tower_products import activated
@@ -32,7 +32,8 @@ class Transformer(Layers):
         """Of [frames, bins] in float32. See `Ear.stages`."""
         spec = self.spec
         values = values.to(self._device, self._dtype)
-        x = (self._along_line if spec.front == "line" else self._over_plane)(values)
+        fronts = {"line": self._along_line, "plane": self._over_plane, "wave": self._of_samples}
+        x = fronts[spec.front](values)
         x = x if spec.sees_silence else x[: spec.num_rows(heard)].contiguous()
         windows = Windows(((1, len(x)),), _turns(spec, len(x), self._device))
         attend = attention(windows, spec.num_heads, spec.head_dim, x)
@@ -64,6 +65,18 @@ class Transformer(Layers):
         learned = self._tensors.get("positions.weight")
         positions = waves(len(values), self.spec.hidden_size).to(self._device) if learned is None else learned[: len(values)]
         return (values + positions).to(self._dtype)
+
+    def _of_samples(self, values: torch.Tensor) -> torch.Tensor:
+        """[samples, 1] -> [rows, hidden_size]. The norm is over all of a piece, a group norm of one group."""
+        for i, (places, step) in enumerate(WAVE):
+            made = self._linear(f"front{i}", values.unfold(0, places, step).flatten(1).contiguous())
+            values = activated(made, "gelu", gated=False) if i else self._normed_as_one(made.tanh())
+        return values
+
+    def _normed_as_one(self, x: torch.Tensor) -> torch.Tensor:
+        gain, bias = (self._tensors[f"front_norm.{kind}"] for kind in ("weight", "bias"))
+        whole = x.to(torch.float32)
+        return (functional.layer_norm(whole, whole.shape, eps=self.spec.eps) * gain + bias).to(self._dtype)
 
     def _over_plane(self, values: torch.Tensor) -> torch.Tensor:
         """[frames, bins] -> [rows, hidden_size], chunks behind each other; the last is filled up with zeros."""
@@ -98,7 +111,12 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
     def norm(name: str) -> None:
         shapes.update({f"{name}.weight": (hidden,), f"{name}.bias": (hidden,)})
 
-    if spec.front == "line":
+    if spec.front == "wave":
+        widths = 1, hidden, 2 * hidden, hidden
+        for i, (places, _) in enumerate(WAVE):
+            matrix(f"front{i}", widths[i + 1], places * widths[i], bias=i > 0)
+        norm("front_norm")
+    elif spec.front == "line":
         matrix("front0", hidden, 3 * spec.num_bins)
         matrix("front1", hidden, 3 * hidden)
         if spec.positions:
@@ -109,8 +127,8 @@ def transformer_shapes(spec: EarSpec) -> dict[str, tuple[int, ...]]:
         matrix("front_out", hidden, spec.channels * _halved(spec.num_bins, 3), bias=False)
     for i in range(spec.num_layers):
         norm(f"layers.{i}.attention_norm")
-        matrix(f"layers.{i}.qkv", 3 * hidden, hidden)
-        matrix(f"layers.{i}.out", hidden, hidden)
+        matrix(f"layers.{i}.qkv", 3 * hidden, hidden, not spec.bare)
+        matrix(f"layers.{i}.out", hidden, hidden, not spec.bare)
         norm(f"layers.{i}.mlp_norm")
         matrix(f"layers.{i}.up", inner, hidden)
         matrix(f"layers.{i}.down", hidden, inner)
@@ -130,7 +148,9 @@ def most_numbers(spec: EarSpec, frames: int) -> int:
     """About as many as are held at once while a piece of so many frames is computed."""
     rows = spec.num_rows(frames)
     seen = 3 * spec.hidden_size * frames
-    if spec.front == "plane":
+    if spec.front == "wave":
+        seen = (2 + 7 * spec.hidden_size // 64) * frames
+    elif spec.front == "plane":
         seen = _CHUNKS_TOGETHER * 12 * spec.channels * spec.chunk * spec.num_bins // 8 + frames * spec.num_bins
     return max(2 * seen, 17 * spec.hidden_size * rows + 2 * spec.intermediate_size * min(rows, ROWS_TOGETHER))
 
@@ -160,9 +180,10 @@ def _timed(spec: EarSpec, x: torch.Tensor, ordinal: int, whole: int) -> torch.Te
 
 def turned_apart(part: torch.Tensor, spec: EarSpec) -> torch.Tensor:
     """Rows of queries, or keys: of each head those that turn are its first, halves behind each other, to begin with; afterwards
-    they begin either half of it."""
+    they begin either half of it. Or pairs are, of one whose matrices are `bare`."""
     heads = part.view(spec.num_heads, spec.head_dim, *part.shape[1:])
-    turned, still = heads[:, : spec.turned].chunk(2, dim=1), heads[:, spec.turned :].chunk(2, dim=1)
+    turning, still = heads[:, : spec.turned], heads[:, spec.turned :].chunk(2, dim=1)
+    turned = (turning[:, ::2], turning[:, 1::2]) if spec.bare else turning.chunk(2, dim=1)
     return torch.cat([turned[0], still[0], turned[1], still[1]], dim=1).view(part.shape)
 
 

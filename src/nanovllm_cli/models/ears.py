@@ -29,6 +29,7 @@ from nanovllm_cli.models.ears_flamingo import FLAMINGO_NAMES, audio_flamingo, mu
 from nanovllm_cli.models.ears_gemma4 import GEMMA4_EAR_NAMES, gemma4
 from nanovllm_cli.models.ears_glm import GLM_ASR_NAMES, glm_asr
 from nanovllm_cli.models.ears_granite import GRANITE_SPEECH_NAMES, granite_speech
+from nanovllm_cli.models.ears_moonshine import MOONSHINE_EAR_NAMES, moonshine
 from nanovllm_cli.models.ears_omni import OMNI2_5_EAR_NAMES, OMNI_TRANSCRIPT, omni2_5
 from nanovllm_cli.models.tower_configs import (
     activation_of,
@@ -184,6 +185,7 @@ EARS: dict[str, EarFamily] = {
     "GlmAsrForConditionalGeneration": EarFamily(glm_asr, GLM_ASR_NAMES),
     "GraniteSpeechForConditionalGeneration": _GRANITE,
     "GraniteSpeechPlusForConditionalGeneration": _GRANITE,
+    "MoonshineForConditionalGeneration": EarFamily(moonshine, MOONSHINE_EAR_NAMES, section=None, roots=("encoder",)),
     "MusicFlamingoForConditionalGeneration": EarFamily(music_flamingo, FLAMINGO_NAMES),
     "Qwen2_5OmniForConditionalGeneration": _OMNI2_5,
     "Qwen2_5OmniModel": _OMNI2_5,

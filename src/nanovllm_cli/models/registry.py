@@ -106,6 +106,7 @@ from nanovllm_cli.models.mistral import LLAVA, MINISTRAL3, MISTRAL3, MISTRAL4
 from nanovllm_cli.models.mllama import MLLAMA
 from nanovllm_cli.models.modernbert import MODERNBERT
 from nanovllm_cli.models.molmo import MOLMO_NAMES, family_of_molmo
+from nanovllm_cli.models.moonshine import MOONSHINE
 from nanovllm_cli.models.muse import MUSE_GLIMMER
 from nanovllm_cli.models.nanbeige import NANBEIGE, OURO
 from nanovllm_cli.models.nanochat import NANOCHAT
@@ -142,8 +143,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "BambaForCausalLM": BAMBA,
     "LlamaForCausalLM": LLAMA,
     **dict.fromkeys(("AquilaForCausalLM", "AquilaModel", "LLaMAForCausalLM"), LLAMA),
-    "Llama4ForCausalLM": LLAMA4,
-    "Llama4ForConditionalGeneration": LLAMA4,
+    **dict.fromkeys(("Llama4ForCausalLM", "Llama4ForConditionalGeneration"), LLAMA4),
     "MistralForCausalLM": MISTRAL,
     "MixtralForCausalLM": MIXTRAL,
     "Qwen2ForCausalLM": QWEN2,
@@ -151,17 +151,13 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3MoeForCausalLM": QWEN3_MOE,
     "Qwen2MoeForCausalLM": QWEN2_MOE,
     "Qwen3NextForCausalLM": QWEN3_NEXT,
-    "Qwen3_5ForCausalLM": QWEN3_5,
-    "Qwen3_5ForConditionalGeneration": QWEN3_5,
-    "Qwen3_5MoeForCausalLM": QWEN3_5_MOE,
-    "Qwen3_5MoeForConditionalGeneration": QWEN3_5_MOE,
+    **dict.fromkeys(("Qwen3_5ForCausalLM", "Qwen3_5ForConditionalGeneration"), QWEN3_5),
+    **dict.fromkeys(("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForConditionalGeneration"), QWEN3_5_MOE),
     **dict.fromkeys(("Qwen4ExpForCausalLM", "Qwen4ExpForConditionalGeneration"), QWEN4_EXP),
     "ApertusForCausalLM": APERTUS,
-    "Apertus1p5ForConditionalGeneration": APERTUS_1_5,
-    "Apertus1p5TextForCausalLM": APERTUS_1_5,
+    **dict.fromkeys(("Apertus1p5ForConditionalGeneration", "Apertus1p5TextForCausalLM"), APERTUS_1_5),
     "ArceeForCausalLM": ARCEE,
-    "BitNetForCausalLM": BITNET,
-    "BitnetForCausalLM": BITNET,
+    **dict.fromkeys(("BitNetForCausalLM", "BitnetForCausalLM"), BITNET),
     "AyaVisionForConditionalGeneration": COHERE2,
     "BloomForCausalLM": BLOOM,
     "CohereForCausalLM": COHERE,
@@ -190,8 +186,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3OmniMoeThinkerForConditionalGeneration": QWEN3_OMNI,
     "Qwen3VLForConditionalGeneration": QWEN3_VL,
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
-    "Ernie4_5ForCausalLM": ERNIE4_5,
-    "Ernie4_5_ForCausalLM": ERNIE4_5,
+    **dict.fromkeys(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), ERNIE4_5),
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
     "Ernie4_5_VLMoeForConditionalGeneration": ERNIE4_5_VL,
     "DoryForCausalLM": DORY,
@@ -349,6 +344,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     **BART_FAMILIES,
     **{kind: T5_FAMILIES[name, name != "t5"] for kind, name in T5_NAMES.items()},
     "TalkieForCausalLM": TALKIE,
+    "MoonshineForConditionalGeneration": MOONSHINE,
     "VoxtralForConditionalGeneration": VOXTRAL,
     "WhisperForConditionalGeneration": WHISPER,
     "VaultGemmaForCausalLM": VAULT_GEMMA,

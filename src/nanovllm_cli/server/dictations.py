@@ -1,5 +1,5 @@
-"""Transcripts by a Whisper: each question of `text/dictation.py` is a request to the engine, and passages become what
-OpenAI's API has for them."""
+"""Transcripts by a Whisper, or a Moonshine: each question of `text/dictation.py` is a request to the engine, and passages become
+what OpenAI's API has for them."""
 
 from __future__ import annotations
 
@@ -21,9 +21,10 @@ from nanovllm_cli.server.exchange import Exchange
 from nanovllm_cli.server.ports import ServedModel, TextAsked
 from nanovllm_cli.server.schemas_audio import SAMPLING, SoundRequest
 from nanovllm_cli.sounds.reading import read_while_wanted
-from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, dictate, joined
+from nanovllm_cli.text.dictation import Align, Answered, Ask, Heard, Passage, Reply, Step, joined
 from nanovllm_cli.text.dictation import Dictation as Dictating
-from nanovllm_cli.text.scribe import Scribe, Task, scribe_of
+from nanovllm_cli.text.plain_dictation import AnyScribe, PlainScribe, any_scribe_of, check_plain, dictate_by
+from nanovllm_cli.text.scribe import Task
 from nanovllm_cli.text.spoken import LANGUAGES
 from nanovllm_cli.text.subtitles import subtitles
 from nanovllm_cli.text.wishes import Wishes
@@ -92,7 +93,7 @@ def words_in(passages: Sequence[Passage]) -> list[dict[str, Any]]:
 
 
 class Dictation:
-    """One request's, of a model that is a Whisper. Its file is let go of as soon as it is read; its spectrogram stays to the end.
+    """One request's, of such a model. Its file is let go of as soon as it is read; its spectrogram stays to the end.
     """
 
     def __init__(
@@ -154,13 +155,15 @@ class Dictation:
         async with AsyncExitStack() as turn:
             try:
                 wishes = _wishes(self._body, self._task, self._model)
+                if isinstance(self._scribe, PlainScribe):
+                    check_plain(wishes)
             except NanovllmError as error:
                 raise ApiError.of(error) from None
             try:
                 clip = await turn.enter_async_context(self._turns.turn(self._body, hearing))
             except NanovllmError as error:
                 raise ApiError.of(error, "file") from None
-            way = dictate(self._scribe, hearing, self._model.tokenizer, clip, wishes)
+            way = dictate_by(self._scribe, hearing, self._model.tokenizer, clip, wishes)
             async with aclosing(self._pieces(way)) as pieces:
                 async for piece in pieces:
                     yield piece
@@ -219,13 +222,13 @@ def _next(way: Dictating, given: Reply) -> Step | None:
         return None
 
 
-def _scribe(model: ServedModel) -> Scribe:
+def _scribe(model: ServedModel) -> AnyScribe:
     facts = model.facts
     try:
-        scribe = scribe_of(facts.hearing, model.tokenizer, model.generation_config, facts.context_len)
+        scribe = any_scribe_of(facts.hearing, model.tokenizer, model.generation_config, facts.context_len)
     except CheckpointError as error:
         raise ApiError.of(error, "model") from None
-    assert scribe is not None, "a route asks Whispers alone"
+    assert scribe is not None, "a route asks no others"
     return scribe
 
 

@@ -25,7 +25,8 @@ from nanovllm_cli.vision_spec import Clip, Sound
 MAX_SECONDS = 45 * 60
 """Of a sound: each takes 64 KB at 16 kHz, and 50 KB of a spectrogram."""
 MAX_DICTATED_SECONDS = 4 * 60 * 60
-"""Of one that is gone through window by window: of these there is a spectrogram alone."""
+"""Of one that is gone through window by window: of these there is a spectrogram alone, or
+samples and nothing made of them."""
 MIN_SECONDS = 0.1
 MIN_RATE, MAX_RATE = 1_000, 192_000
 SAMPLES_A_SECOND = 2 * 48_000
@@ -76,6 +77,10 @@ class _LongerError(UsageError):
 
 
 def _dictated(heard: Generator[np.ndarray, None, None], spec: HearingSpec, where: str) -> Clip:
+    if spec.hop == 1:
+        with closing(heard) as blocks:
+            samples = np.concatenate([each.astype("<f4", copy=False) for each in _long_enough(blocks, where)])
+        return Clip((Sound.of(samples.tobytes(), len(samples), len(samples), 1),), len(samples) / RATE)
     with closing(heard) as blocks:
         made = streamed_log_mel(_long_enough(blocks, where), spec.tower.num_bins, spec.piece * HOP)
     return Clip((_whole(made),), made.num_heard / RATE)

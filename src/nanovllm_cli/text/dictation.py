@@ -191,7 +191,7 @@ def _text(scribe: Scribe, tokenizer: Tokenizer, drawn: Answered, temperature: fl
     plain = tokenizer.decode([each for each in ids if each < scribe.end]).strip()
     count = len(ids) + 1  # with the end, which counts whether it came or not
     logprobs = [logprob for each, logprob in zip(drawn.token_ids, drawn.logprobs, strict=False) if each != scribe.end]
-    return _Text(ids, logprobs, temperature, sum(drawn.logprobs) / count, _squeezed(plain))
+    return _Text(ids, logprobs, temperature, sum(drawn.logprobs) / count, squeezed(plain))
 
 
 def _likelihood(text: _Text) -> float:
@@ -214,7 +214,8 @@ def _is_silent(wishes: Wishes, silent: float | None) -> bool:
     return wishes.silent is not None and silent is not None and silent > wishes.silent
 
 
-def _squeezed(text: str) -> float:
+def squeezed(text: str) -> float:
+    """How many times as long as compressed it is."""
     data = text.encode("utf-8", "surrogatepass")
     return len(data) / len(zlib.compress(data))
 

@@ -55,6 +55,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "turbo": "openai/whisper-large-v3-turbo",
         **_sizes("openai/whisper-*", "tiny.en base.en small.en medium.en"),
     },
+    "moonshine": _sizes("UsefulSensors/moonshine-*", "tiny base tiny-ar tiny-ja tiny-ko tiny-uk tiny-vi tiny-zh"),
     "distil-whisper": _sizes("distil-whisper/distil-*", "small.en medium.en large-v3 large-v3.5"),
     "qwen3-asr": {"0.6b": "Qwen/Qwen3-ASR-0.6B", "1.7b": "Qwen/Qwen3-ASR-1.7B"},
     "qwen3-omni": {

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 import torch
 from torch.nn import functional
 
-from nanovllm_cli.hearing_spec import AnyEar, EarSpec, HearingSpec
+from nanovllm_cli.hearing_spec import WAVE, AnyEar, EarSpec, HearingSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.ear import Ear, ear_dtype, ear_shapes
 from nanovllm_cli.models.ear_transformer import turned_apart
@@ -60,6 +60,9 @@ def load_ear(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, devi
     for ours, theirs in _compared(checkpoint, spec.tower, reader).items():
         parts = read_parts(checkpoint, reader, ours, theirs)
         tensors[ours] = put_together(ours, parts, spec.tower).to(device, ear_dtype(ours, dtype)).contiguous()
+    for ours, shape in ear_shapes(spec.tower).items():
+        if ours not in tensors:  # a bias of a norm that has none: without one a norm would not be centered
+            tensors[ours] = torch.zeros(shape, dtype=ear_dtype(ours, dtype), device=device)
     return Ear(spec.tower, tensors)
 
 
@@ -80,10 +83,11 @@ def _root_of(family: EarFamily) -> re.Pattern[str]:
 
 def stored_ear_shapes(spec: AnyEar, *, of_file: bool = False) -> dict[str, tuple[int, ...]]:
     """Of what folders have for each of ours, or GGUF files, all that lies behind each other in it taken together."""
-    shapes = ear_shapes(spec)
+    shapes = {name: shape for name, shape in ear_shapes(spec).items() if not _is_absent(name, spec)}
     for name, (rows, *others) in list(shapes.items()):
         if name in _FRONT:
-            places = (3,) if spec.front == "line" else (3, 3)
+            wave = (WAVE[_FRONT.index(name)][0],)
+            places = wave if spec.front == "wave" else (3,) if spec.front == "line" else (3, 3)
             shapes[name] = (rows, others[0] // math.prod(places), *places)
         elif name.endswith(".bounds"):
             shapes[name] = (rows * others[0],)
@@ -98,6 +102,10 @@ def stored_ear_shapes(spec: AnyEar, *, of_file: bool = False) -> dict[str, tuple
         elif name.endswith(".qkv.bias") and not spec.key_bias:
             shapes[name] = (rows // 3 * 2,)
     return shapes
+
+
+def _is_absent(name: str, spec: AnyEar) -> bool:
+    return isinstance(spec, EarSpec) and spec.bare and name.endswith("_norm.bias") and name != "front_norm.bias"
 
 
 def put_together(ours: str, parts: list[torch.Tensor], spec: AnyEar, *, of_file: bool = False) -> torch.Tensor:

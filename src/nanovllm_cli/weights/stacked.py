@@ -42,6 +42,7 @@
                                                                 [6, 1, 1, K] is time_mix_lerp_r.weight, …
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     BART        final_logits_bias [1, N]                        the same [N]
+    Moonshine   mlp.fc1.weight [2 N, K]                         mlp.up_proj.weight, and behind it mlp.gate_proj; biases alike
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
@@ -176,6 +177,12 @@ def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config
         yield f"{stack}.0", _Part(stack, 0, _ALL)
 
 
+def _moonshine(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    half = shape[0] // 2
+    for part, rows in (("up", slice(0, half)), ("gate", slice(half, None))):
+        yield f"{found[1]}.{part}_proj.{found[2]}", _Part(stack, None, rows)
+
+
 def _as_a_vector(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     yield stack, _Part(stack, None, _ALL, whole=True)
 
@@ -279,6 +286,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
                     r"(?:linear_attn|ple|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"final_logits_bias"), 2, _as_a_vector),
+        (re.compile(r"(model\.decoder\.layers\.\d+\.mlp)\.fc1\.(weight|bias)"), {"weight": 2, "bias": 1}, _moonshine),
         (re.compile(r"(model\.layers\.\d+\.attn\.x_)x"), 2, partial(shares_of_before, "")),
         (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),
         (re.compile(r"model\.layers\.\d+\.attn\.r_k"), 2, _as_a_vector),
@@ -291,7 +299,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
 }  # fmt: skip
 
 
-_OF_ROWS = _turned_over, _qkv_by_head, _by_key_head, _parts_of_ling, _key_heads, delta_parts, _granite_shared
+_OF_ROWS = _turned_over, _qkv_by_head, _by_key_head, _parts_of_ling, _key_heads, delta_parts, _granite_shared, _moonshine
 """Of matrices, which may be quantized."""
 
 
