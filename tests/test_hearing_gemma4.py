@@ -289,7 +289,7 @@ def test_one_that_sees_too_does_both_in_one_prompt(tmp_path: Path) -> None:
     images = Gemma4ImageProcessorPil(patch_size=4, pooling_kernel_size=3, max_soft_tokens=70)
     worker = worker_for(save(model, tmp_path), dtype="float32")
     assert worker.sight is not None
-    vision, hearing = worker.sight.senses
+    vision, hearing, _ = worker.sight.senses
     assert vision is not None
     assert hearing is not None
     pixels, values = colours(2 * 12, 3 * 12), frames(27)
