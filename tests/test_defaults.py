@@ -167,6 +167,7 @@ OTHER_TOWERS = {
     "FastVlmForConditionalGeneration",  # without its arguments it is a tower that is refused
     "PerceptionLMForConditionalGeneration",  # the same
     "WhisperForConditionalGeneration",  # is one with its decoder: test_whisper.py
+    "MoonshineForConditionalGeneration",  # the same: test_moonshine.py
 }  # fmt: skip
 
 
@@ -191,7 +192,8 @@ def test_nor_does_it_change_a_tower(architecture: str) -> None:
 
 
 IN_ONE_PIECE = {
-    "YoutuVLForConditionalGeneration", "WhisperForConditionalGeneration",  # whose config says all of the whole
+    "YoutuVLForConditionalGeneration",  # whose config says all of the whole, as those of the next two
+    "WhisperForConditionalGeneration", "MoonshineForConditionalGeneration",
     *(f"{kind}ForConditionalGeneration" for kind in ("T5", "MT5", "UMT5")),
     *(f"{kind}ForConditionalGeneration" for kind in ("Bart", "MBart", "M2M100", "Pegasus", "Blenderbot")),
     "KimiVLForConditionalGeneration",  # which transformers lacks
