@@ -53,7 +53,7 @@ NOT_RUN = {
     r"--target-bpw": "takes minutes where nothing is compiled; tests/test_quantize_cli.py has it",
     r"--algorithm imatrix": "takes ten seconds; tests/test_importance.py has it",
     r"audio/transcriptions": "the stand-in server reads no forms; tests/test_transcripts.py has it",
-    r"run whisper:": "no stand-in transcribes; tests/test_whisper_doors.py has it",
+    r"run (whisper:|moonshine)": "no stand-in transcribes; tests/test_whisper_doors.py and tests/test_moonshine.py have it",
     r"run (nllb|m2m100):": "no stand-in translates; tests/test_bart_doors.py has it",
     r"--video": "no stand-in sees videos; tests/test_videos.py has it",
     r"models pull": "asks the hub; tests/test_models_command.py has one",
