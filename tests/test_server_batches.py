@@ -175,12 +175,21 @@ def test_files_are_listed_read_and_deleted() -> None:
 
 def test_what_has_no_room_is_told_and_nothing_goes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     async def test(ask: Asked) -> None:
-        monkeypatch.setattr(batches, "MAX_FILES", 2)
-        kept = [await ask.upload(line("a")) for _ in range(2)]
-        assert (await ask.upload("c", 400))["error"]["code"] == "no_room_for_files"
-        body = {"input_file_id": kept[0]["id"], "endpoint": CHAT}
+        monkeypatch.setattr(batches, "MOST_AT_ONCE", 1)
+        kept = await ask.upload(line("a") + line("b") + line("c"))
+        body = {"input_file_id": kept["id"], "endpoint": CHAT}
+        whole = await ask.over(await ask("POST", "/v1/batches", json=body))
+        size = (await ask("GET", f"/v1/files/{whole['output_file_id']}"))["bytes"]
+        await ask("DELETE", f"/v1/files/{whole['output_file_id']}")
+        monkeypatch.setattr(batches, "MAX_BYTES", kept["bytes"] + size - 1)
         done = await ask.over(await ask("POST", "/v1/batches", json=body))
         assert (done["status"], done["errors"]["data"][0]["code"]) == ("failed", "no_room_for_files")
+        assert [each["custom_id"] for each in await ask.lines(done["output_file_id"])] == ["a", "b"], "these were answered"
+        assert (await ask.upload("c" * size, 400))["error"]["code"] == "no_room_for_files"
+        await ask("DELETE", f"/v1/files/{done['output_file_id']}")
+        await ask.upload("c" * (size - 1))
+        monkeypatch.setattr(batches, "MAX_FILES", 2)
+        assert (await ask.upload("", 400))["error"]["code"] == "no_room_for_files"
         assert len((await ask("GET", "/v1/files"))["data"]) == 2
 
     asking(test, FakeGenerates(Script.of("a")))

@@ -104,9 +104,10 @@ logger = logging.getLogger(__name__)
 class Batches:
     """Used from one event loop. max_depth: of a line's JSON."""
 
-    def __init__(self, max_depth: int, max_bytes: int = MAX_BYTES) -> None:
-        self._max_depth, self._max_bytes = max_depth, max_bytes
+    def __init__(self, max_depth: int) -> None:
+        self._max_depth = max_depth
         self._files: dict[tuple[Tenant, str], StoredFile] = {}
+        self._held = 0  # bytes of answers of the batch that runs
         self._batches: dict[tuple[Tenant, str], Batch] = {}
         self._turn = asyncio.Semaphore(1)
 
@@ -114,12 +115,18 @@ class Batches:
 
     def keep(self, tenant: Tenant, file: StoredFile) -> StoredFile:
         """Raises ApiError 400 where there is no room."""
-        if sum(len(each.data) for each in self._files.values()) + len(file.data) > self._max_bytes:
-            raise ApiError(400, f"all files together may have {self._max_bytes >> 20} MiB; delete some", code="no_room_for_files")
+        if not self._has_room(len(file.data)):
+            raise self._no_room()
         if len(self._files) >= MAX_FILES:
             raise ApiError(400, f"{MAX_FILES} files are kept at the most; delete some", code="no_room_for_files")
         self._files[tenant, file.id] = file
         return file
+
+    def _has_room(self, size: int) -> bool:
+        return sum(len(each.data) for each in self._files.values()) + self._held + size <= MAX_BYTES
+
+    def _no_room(self) -> ApiError:
+        return ApiError(400, f"all files together may have {MAX_BYTES >> 20} MiB; delete some", code="no_room_for_files")
 
     def file(self, tenant: Tenant, file_id: str) -> StoredFile:
         return _found(self._files, tenant, file_id, "file")
@@ -165,7 +172,8 @@ class Batches:
         return batch
 
     async def _run(self, batch: Batch, post: Post) -> None:
-        answers: dict[int, Answer] = {}
+        answers: dict[int, tuple[bool, bytes]] = {}
+        ended = "completed"
         try:
             async with self._turn:
                 batch.faults = await asyncio.to_thread(self._faults, batch)
@@ -175,22 +183,23 @@ class Batches:
                 batch.come_to("in_progress")
                 async with aclosing(self._answers(batch, post)) as found:
                     async for number, answer in found:
-                        answers[number] = answer
+                        line = json.dumps(answer, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n"
+                        if not self._has_room(len(line)):
+                            raise self._no_room()
+                        self._held += len(line)
+                        answers[number] = failed(answer), line
                         _count(batch, answer)
                 batch.come_to("finalizing")
+        except ApiError as error:  # what was answered until then is kept
+            batch.faults, ended = [_fault(error.code or "", error.message, None)], "failed"
         except asyncio.CancelledError:
             if batch.status != "cancelling":  # the server ends
                 raise
+            ended = "cancelled"
         except Exception:
             logger.exception("the batch %s failed", batch.id)
-            batch.faults = [_fault("server_error", "the server failed", None)]
-            batch.come_to("failed")
-            return
-        ended = "cancelled" if batch.status == "cancelling" else "completed"
-        try:
-            self._write(batch, [answers[number] for number in sorted(answers)])
-        except ApiError as error:
-            batch.faults, ended = [_fault(error.code or "", error.message, None)], "failed"
+            batch.faults, ended = [_fault("server_error", "the server failed", None)], "failed"
+        self._write(batch, [answers[number] for number in sorted(answers)])
         batch.come_to(ended)
 
     def _faults(self, batch: Batch) -> list[dict[str, Any]]:
@@ -241,17 +250,19 @@ class Batches:
             async for each in found:
                 yield each
 
-    def _write(self, batch: Batch, answers: list[Answer]) -> None:
-        """What was answered and what failed are files of their own, as OpenAI has them."""
-        fine, wrong = ([each for each in answers if failed(each) is is_wrong] for is_wrong in (False, True))
-        if fine:
-            batch.output_file_id = self._written(batch, "output", fine)
-        if wrong:
-            batch.error_file_id = self._written(batch, "error", wrong)
+    def _write(self, batch: Batch, answers: list[tuple[bool, bytes]]) -> None:
+        """What was answered and what failed are files of their own, as OpenAI has them. Their room was held for them."""
+        fine, wrong = (b"".join([line for is_wrong, line in answers if is_wrong is of]) for of in (False, True))
+        batch.output_file_id = self._written(batch, "output", fine)
+        batch.error_file_id = self._written(batch, "error", wrong)
+        self._held -= len(fine) + len(wrong)
 
-    def _written(self, batch: Batch, what: str, answers: list[Answer]) -> str:
-        data = b"".join([json.dumps(each, ensure_ascii=False).encode("utf-8", "surrogatepass") + b"\n" for each in answers])
-        return self.keep(batch.tenant, StoredFile(f"{batch.id}_{what}.jsonl", "batch_output", data)).id
+    def _written(self, batch: Batch, what: str, data: bytes) -> str | None:
+        if not data:
+            return None
+        file = StoredFile(f"{batch.id}_{what}.jsonl", "batch_output", data)
+        self._files[batch.tenant, file.id] = file
+        return file.id
 
 
 def _count(batch: Batch, answer: Answer) -> None:
