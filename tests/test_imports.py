@@ -13,7 +13,7 @@ TIERS = {
     "batch": 0, "mixer_spec": 0, "model_spec": 0, "progress": 0, "folders": 0,
     "constraint": 0, "prompts": 0, "processors": 0, "children": 0, "system": 0, "collector": 0, "vision_spec": 0,
     "router_spec": 0, "mosaic": 0, "sam_spec": 0, "fastvit_spec": 0, "pictures": 0, "control_groups": 0, "tokens_spec": 0,
-    "limited": 0,
+    "limited": 0, "together": 0,
     "tiles_spec": 0, "resampler_spec": 0, "leading": 0,
     "video_spec": 0,
     "sent": 0, "hearing_spec": 0, "reading_spec": 0, "canvas_spec": 0, "size_spec": 0, "overrides": 0,

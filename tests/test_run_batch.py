@@ -240,7 +240,7 @@ def routes(generates: FakeGenerates, **settings: Any) -> Routes:
     return Routes(create_app(context))
 
 
-def test_routes_answer_as_they_do_over_http(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_routes_answer_as_they_do_over_http() -> None:
     asked = routes(FakeGenerates(Script.of("Hello", " there", finish="stop")))
 
     async def ask() -> None:

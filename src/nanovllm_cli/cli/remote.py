@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from nanovllm_cli.cli import records, signals
 from nanovllm_cli.cli.answering import Answering, Answers, Given, Piece, Result, Results, Settled, Usage
-from nanovllm_cli.client.blocking import single, stepwise, together
+from nanovllm_cli.client.blocking import single, stepwise
 from nanovllm_cli.client.endpoint import Endpoint
 from nanovllm_cli.client.wire import CHAT, TEXT, AnswerStream, CallPiece, Delta, TokenLogprob, chat_body, text_body
 from nanovllm_cli.errors import (
@@ -22,6 +22,7 @@ from nanovllm_cli.errors import (
 )
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tool_calls import ToolCallDelta, new_call_id
+from nanovllm_cli.together import together
 
 if TYPE_CHECKING:
     from nanovllm_cli.cli.question import Question

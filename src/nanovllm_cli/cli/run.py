@@ -25,7 +25,7 @@ from nanovllm_cli.cli.output import Console
 from nanovllm_cli.cli.prompt_cache import prompt_cache
 from nanovllm_cli.cli.question import Question, TranscriptWishes, continued, new_question
 from nanovllm_cli.cli.remote_options import RemoteOptions
-from nanovllm_cli.cli.run_answer import answer_one
+from nanovllm_cli.cli.run_answer import RunAnswer
 from nanovllm_cli.cli.run_options import OutputOptions, PromptOptions
 from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.tool_options import ToolOptions
@@ -202,10 +202,10 @@ def _run_one(
         if box is not None:
             box.after_stop = ""
         answerer = stack.enter_context(contextlib.closing(asked.answerer(box)))
-        if box is not None and not answerer.chats:
-            why = "it writes down sounds" if answerer.dictates else "it has no chat template, which would tell it of them"
-            raise UsageError(f"{answerer.name} calls no tools: {why}", "leave --mcp out, or take another model")
         if box is not None:
+            if not answerer.chats:
+                why = "it writes down sounds" if answerer.dictates else "it has no chat template, which would tell it of them"
+                raise UsageError(f"{answerer.name} calls no tools: {why}", "leave --mcp out, or take another model")
             box.look = answerer.look
         if answerer.dictates and last is not None:
             raise UsageError("--continue has no meaning: this model writes down sounds", "leave it out")
@@ -227,7 +227,7 @@ def _run_one(
             question = new_question(text, chats=answerer.chats, system=asked.system, images=images)
         files.clear()  # which may be gigabytes
         screen.status("reading the prompt")
-        answer_one(answerer, question, asked.given, output, screen, file, box)
+        RunAnswer(answerer, question, asked.given, output, screen, file, box).answer()
 
 
 def _run_batch(

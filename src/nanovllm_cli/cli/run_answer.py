@@ -33,30 +33,9 @@ _STATUS_SECONDS = 0.1
 logger = logging.getLogger(__name__)
 
 
-def answer_one(
-    answerer: Answerer,
-    question: Question,
-    given: dict[str, Any],
-    options: OutputOptions,
-    screen: Console,
-    file: WholeFile | None,
-    tools: Toolbox | None = None,
-) -> None:
-    """Streams the answer to where it belongs. Where it calls tools they run, and another one answers what they give, until one
-    calls none."""
-    run = _Run(answerer, question, given, options, screen, file, holds=tools is not None)
-    try:
-        calls = run.stream()
-        if tools is not None:
-            tools.follow(calls, run.take, run.again, "fewer tools, or a prompt that says when it is done, may end it")
-    finally:
-        run.save()
-    run.finish()
-
-
-class _Run:
-    """A prompt, and the present one of the answers that follow from it. holds: what programs read, until it is known to be of the
-    last one."""
+class RunAnswer:
+    """A prompt, and the present one of the answers that follow from it. tools: that it may call; then what programs read is held
+    until it is known to be of the last one."""
 
     def __init__(
         self,
@@ -66,8 +45,7 @@ class _Run:
         options: OutputOptions,
         screen: Console,
         file: WholeFile | None,
-        *,
-        holds: bool,
+        tools: Toolbox | None = None,
     ) -> None:
         self._answerer, self._question, self._given = answerer, question, given
         self._options, self._screen, self._file = options, screen, file
@@ -75,13 +53,26 @@ class _Run:
         self._calls: list[Call] = []
         self._results: dict[str, Outcome] = {}
         self._has_called = False
-        holds = holds and not (screen.out.is_terminal and file is None)
+        self._tools = tools
+        holds = tools is not None and not (screen.out.is_terminal and file is None)
         streams = screen.out.is_terminal or screen.out.is_pipe  # which may lead to the same screen
         self._hidden = holds or file is not None or options.json or options.extract or not streams
         write = file.write if file is not None else screen.answer
         self._printer = _printer(options, screen, write, answerer.name, self._answering, holds=holds)
 
-    def stream(self) -> list[Call]:
+    def answer(self) -> None:
+        """Streams it to where it belongs. Where it calls tools they run, and another one answers what they give, until one calls
+        none."""
+        try:
+            calls = self._stream()
+            if self._tools is not None:
+                hint = "fewer tools, or a prompt that says when it is done, may end it"
+                self._tools.follow(calls, self._take, self._again, hint)
+        finally:
+            self._save()
+        self._finish()
+
+    def _stream(self) -> list[Call]:
         """The present answer, and what it calls."""
         answering, printer, screen = self._answering, self._printer, self._screen
         status = _Status(screen, hidden=self._hidden)
@@ -108,20 +99,20 @@ class _Run:
             logger.info("%s", answering.statistics(time.monotonic()).line())
         return self._calls
 
-    def take(self, call: Call, result: Outcome) -> None:
+    def _take(self, call: Call, result: Outcome) -> None:
         self._results[call.id] = result
         shown = {"images": len(result.images)} if result.images else {}
         self._printer.called({"name": call.name, "arguments": call.arguments, "result": result.text, **shown})
 
-    def again(self) -> list[Call]:
+    def _again(self) -> list[Call]:
         """The next answer, which has the results."""
         question = Question(self._said())
         self._screen.status("reading the results")
         self._answering, self._question = self._answerer.ask(question, self._given), question
         self._calls, self._results, self._has_called = [], {}, True
-        return self.stream()
+        return self._stream()
 
-    def save(self) -> None:
+    def _save(self) -> None:
         """Keeps what was said for --continue, an answer without a word too: the run before is not the last."""
         if self._options.no_save or not (self._answering.began or self._has_called):
             return
@@ -132,7 +123,7 @@ class _Run:
         else:
             history.save(history.LastRun(self._answerer.name, messages=self._said(), **beside))
 
-    def finish(self) -> None:
+    def _finish(self) -> None:
         """The end of the last answer. Raises what failed in it."""
         answering, options, screen = self._answering, self._options, self._screen
         statistics = answering.statistics(time.monotonic())

@@ -20,7 +20,7 @@ import typer
 from nanovllm_cli.cli import parsers, signals
 from nanovllm_cli.cli.batch_lines import Tally
 from nanovllm_cli.cli.batch_requests import FORM, keys_of, read_requests
-from nanovllm_cli.cli.command import ENGINE, MODEL, expand, option
+from nanovllm_cli.cli.command import ENGINE, expand, option
 from nanovllm_cli.cli.files import output_path
 from nanovllm_cli.cli.inputs import MAX_INPUT_BYTES, STANDARD_INPUT
 from nanovllm_cli.cli.log import screen_for
@@ -33,10 +33,11 @@ from nanovllm_cli.cli.remote_options import RemoteOptions
 from nanovllm_cli.cli.results import Results
 from nanovllm_cli.cli.sampling_options import AnswersOptions
 from nanovllm_cli.cli.served import short_name, teller, told_of
-from nanovllm_cli.cli.shared_options import Choice, LoraModules, TemplateKwargs
+from nanovllm_cli.cli.shared_options import LoraModules, ReasoningParser, TemplateKwargs, ThinkUnsaid, ToolCallParser
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.text.batch_form import Request, answer_of, answer_of_broken, failed, usage_of
+from nanovllm_cli.together import together
 
 if TYPE_CHECKING:
     from nanovllm_cli.client.endpoint import Endpoint
@@ -83,16 +84,10 @@ class RequestsOptions:
         help=f"Most answers that the model works on at once. [{EngineConfig().max_num_seqs}]",
         panel=ENGINE, envvar="NANOVLLM_PARALLEL",
     )
-    think: Choice | None = option(
-        "--think", help="Whether the model reasons where a request does not say, if its template has a switch.", panel=MODEL
-    )
+    think: ThinkUnsaid = None
     chat_template_kwargs: TemplateKwargs = None
-    tool_call_parser: str | None = option(
-        "--tool-call-parser", help="How the model writes tool calls. [what its template says]", panel=MODEL, metavar="NAME"
-    )
-    reasoning_parser: str | None = option(
-        "--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"
-    )
+    tool_call_parser: ToolCallParser = None
+    reasoning_parser: ReasoningParser = None
     lora_modules: LoraModules = None
 
 
@@ -280,8 +275,6 @@ async def _remote(endpoint: Endpoint, left: list[_Left], ready: Callable[[], Non
 
 
 async def _asked(left: Iterable[_Left], post: Post, most: int) -> AsyncGenerator[Found, None]:
-    from nanovllm_cli.client.blocking import together
-
     async def one(position: int, request: Request) -> Found:
         assert request.body is not None, "it is not broken"
         return position, await post(request.path, request.body)

@@ -18,13 +18,15 @@ from nanovllm_cli.cli.options import (
 )
 from nanovllm_cli.cli.shared_options import (
     ActivationsChoice,
-    Choice,
     ControlVectorLayers,
     ControlVectors,
     ControlVectorsScaled,
     LoraModules,
     LoraNames,
     LoraScaled,
+    ReasoningParser,
+    ThinkUnsaid,
+    ToolCallParser,
     adapters,
     control_vectors,
 )
@@ -76,13 +78,8 @@ class ServedOptions:
         help="A folder that keeps what models have read while they are not loaded; nothing of it is read again then.",
         panel=MODEL, metavar="FOLDER",
     )
-    tool_call_parser: str | None = option(
-        "--tool-call-parser", help="How the model writes tool calls. [what its template says]",
-        panel=MODEL, metavar="NAME",
-    )
-    reasoning_parser: str | None = option(
-        "--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"
-    )
+    tool_call_parser: ToolCallParser = None
+    reasoning_parser: ReasoningParser = None
     revision: Revision = None
     offline: Offline = False
     dtype: DType = EngineConfig().dtype
@@ -96,9 +93,7 @@ class ServedOptions:
     control_vector_layer_range: ControlVectorLayers = None
     activations: ActivationsChoice = EngineConfig().activations
     chat_template: ChatTemplateChoice = None
-    think: Choice | None = option(
-        "--think", help="Whether the model reasons where a request does not say, if its template has a switch.", panel=MODEL
-    )
+    think: ThinkUnsaid = None
     chat_template_kwargs: str | None = option(
         "--chat-template-kwargs", help="More variables for the chat template, where a request does not set them.",
         panel=MODEL, metavar="JSON",

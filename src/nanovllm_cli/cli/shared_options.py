@@ -19,6 +19,22 @@ Think = Annotated[
     Choice | None,
     typer_option("--think", help="Whether the model reasons first, where its template has a switch.", panel=PROMPT),
 ]
+ThinkUnsaid = Annotated[
+    Choice | None,
+    typer_option(
+        "--think", help="Whether the model reasons where a request does not say, if its template has a switch.", panel=MODEL
+    ),
+]
+ToolCallParser = Annotated[
+    str | None,
+    typer_option(
+        "--tool-call-parser", help="How the model writes tool calls. [what its template says]", panel=MODEL, metavar="NAME"
+    ),
+]
+ReasoningParser = Annotated[
+    str | None,
+    typer_option("--reasoning-parser", help="How it marks its reasoning. [what its template says]", panel=MODEL, metavar="NAME"),
+]
 TemplateKwargs = Annotated[
     str | None,
     typer_option("--chat-template-kwargs", help="More variables for the chat template.", panel=PROMPT, metavar="JSON"),

@@ -17,12 +17,12 @@ from contextlib import aclosing
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
-from nanovllm_cli.client.blocking import together
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.server.api_error import ApiError
 from nanovllm_cli.server.in_process import Answered, is_of_the_end
 from nanovllm_cli.server.routing import parse_json
 from nanovllm_cli.text.batch_form import ID, Answer, Request, answer_of, failed, request_of, told_of_broken, usage_of
+from nanovllm_cli.together import together
 
 Tenant = str | None
 Post = Callable[[str, Any], Coroutine[Any, Any, Answered]]

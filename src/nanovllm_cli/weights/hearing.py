@@ -61,7 +61,7 @@ def load_ear(checkpoint: Checkpoint, spec: HearingSpec, dtype: torch.dtype, devi
         parts = read_parts(checkpoint, reader, ours, theirs)
         tensors[ours] = put_together(ours, parts, spec.tower).to(device, ear_dtype(ours, dtype)).contiguous()
     for ours, shape in ear_shapes(spec.tower).items():
-        if ours not in tensors:  # a bias of a norm that has none: without one a norm would not be centered
+        if _is_absent(ours, spec.tower):  # a bias of a norm that has none: without one a norm would not be centered
             tensors[ours] = torch.zeros(shape, dtype=ear_dtype(ours, dtype), device=device)
     return Ear(spec.tower, tensors)
 
