@@ -21,7 +21,7 @@ from nanovllm_cli.batch import ImageRows
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.engine.plan import Look, Scheduled
 from nanovllm_cli.errors import DoesNotFitError, NanovllmError, UnsupportedError
-from nanovllm_cli.hearing_spec import HOP, RATE, Sense, Senses
+from nanovllm_cli.hearing_spec import RATE, Sense, Senses
 from nanovllm_cli.images.sizes import most_rows
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models import ear
@@ -157,22 +157,23 @@ class Sight:
             try:
                 made = next_stage(begun.stages)
             except torch.OutOfMemoryError:
-                told = f"{_told(image)} does not fit the GPU beside weights and cache"
+                told = f"{_told(image, self.senses)} does not fit the GPU beside weights and cache"
                 hint = "--kv-cache SIZE makes the cache smaller, --image-max-tokens N images"
                 raise DoesNotFitError(told, hint) from None
             begun.left -= 1
         begun.seconds += time.monotonic() - start
         if made is not None:
             self.num_computed += 1
-            logger.info("%s: %d tokens in %.2f s", _told(image), len(made.rows), begun.seconds)
+            logger.info("%s: %d tokens in %.2f s", _told(image, self.senses), len(made.rows), begun.seconds)
         return made
 
 
-def _told(image: Image | Sound) -> str:
+def _told(image: Image | Sound, senses: Senses) -> str:
     if isinstance(image, Sound) and image.is_text:
         return f"a text of {image.frames} tokens"
     if isinstance(image, Sound):
-        return f"a sound of {image.heard * (HOP if image.bins > 1 else 1) / RATE:.1f} seconds"  # a band alone is of samples
+        assert senses.hearing is not None, "it is heard"
+        return f"a sound of {image.heard * senses.hearing.hop / RATE:.1f} seconds"
     what = "an image" if image.frames == 1 else f"{image.frames} frames"
     return f"{what} of {image.width} x {image.height} pixels"
 
