@@ -20,7 +20,7 @@ from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import UsageError
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError
-from nanovllm_cli.server.messages import Facts, Pooling
+from nanovllm_cli.server.messages import Facts, Pooled
 from nanovllm_cli.server.ports import (
     LATEST,
     Caller,
@@ -146,7 +146,7 @@ class FakeGenerates:
         self.encoded: list[ChatAsked] = []
         self.callers: list[Caller] = []
         self.priorities: list[int] = []
-        self.poolings: list[Pooling] = []
+        self.poolings: list[Pooled] = []
         self.mosts: list[int | None] = []
         self.generations: list[FakeGeneration] = []
 
@@ -165,7 +165,7 @@ class FakeGenerates:
         self,
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
-        pooling: Pooling,
+        pooling: Pooled,
         caller: Caller,
         *,
         priority: int = 0,
@@ -214,7 +214,7 @@ class FakeEngine:
         raise ApiError(503, "this engine is a stand-in")
 
     async def embed(
-        self, prompt_ids: Sequence[int], pooling: Pooling, *, priority: int = 0, lora: Sequence[Lora] = ()
+        self, prompt_ids: Sequence[int], pooling: Pooled, *, priority: int = 0, lora: Sequence[Lora] = ()
     ) -> Sequence[float]:
         raise ApiError(503, "this engine is a stand-in")
 
@@ -229,7 +229,7 @@ class FakeModels:
         template: str | None = TEMPLATE,
         default_params: SamplingParams | None = None,
         thinking_switch: str | None = None,
-        pooling: Pooling = "mean",
+        pooling: Pooled = "mean",
         format: AnswerFormat | None = None,
     ) -> None:
         self.files = FILES

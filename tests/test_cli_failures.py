@@ -80,7 +80,7 @@ BAD_USAGE = {
     "plan tiny -hello": "no such option: -hello\nhint: nanovllm plan --help lists the options",
     "bench tiny -5": "no such option: -5\nhint: nanovllm bench --help lists the options",
     "models list '--what is this?'": "no such option: --what is this?\nhint: nanovllm models list --help lists the options",
-    "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, models list and others have --json; did you",
+    "chat tiny --json": "no such option: --json\nhint: nanovllm run, embed, classify and others have --json; did you",
     "chat tiny -N 2": "no such option: -N\nhint: nanovllm run, serve and run-batch have -N; nanovllm chat --help lists",
     "bench tiny --host x": "no such option: --host\nhint: nanovllm serve has --host; nanovllm bench --help lists",
     "embed tiny -p hi": "no such option: -p\nhint: each argument behind the model is a text",

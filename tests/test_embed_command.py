@@ -205,7 +205,7 @@ def test_openais_form_and_numbers_alone(embed: Embed, model: Model) -> None:
 def test_many_texts_keep_their_order(embed: Embed, monkeypatch: pytest.MonkeyPatch) -> None:
     from nanovllm_cli.cli import embed as command
 
-    monkeypatch.setattr(command, "_TOGETHER", 3)
+    monkeypatch.setattr(command, "TOGETHER", 3)
     texts = [f"text {i}" for i in range(8)]
     lines = embed.lines(stdin="\n".join(texts).encode())
     assert [(line["index"], line["text"]) for line in lines] == list(enumerate(texts))

@@ -20,6 +20,7 @@ from pathlib import Path
 import pytest
 
 from hearing import hearing_model
+from label_models import encoder, privacy_filter
 from nanovllm_cli.cli.examples import EXAMPLES
 from nanovllm_cli.weights.aliases import ALIASES
 from openai_server import OpenAIServer, Reply, Request
@@ -41,6 +42,8 @@ SHORT = {
 MODELS = dict.fromkeys(
     ("qwen3-vl:4b", "gemma3:4b", "smolvlm:500m", "lightonocr:1b", "paddleocr-vl", "glm-ocr", "deepseek-ocr"), "seeing"
 ) | {
+    "distilbert-sst2": "classifying", "go-emotions": "classifying", "skywork-reward:0.6b": "classifying",
+    "privacy-filter": "marking", "bert-ner": "marking",
     "qwen3-asr:0.6b": "hearing", "qwen2-audio:7b": "hearing", "granite-speech:1b": "hearing", "gemma4:e2b": "perceiving",
 }  # fmt: skip
 GPU, INSTALL = "needs a GPU", "installs something"
@@ -148,6 +151,10 @@ def material(tmp_path_factory: pytest.TempPathFactory, programs: Path) -> Path:
         (folder / name).write_bytes(png())
     hearing_model(folder / "hearing")
     perceiving_model(folder / "perceiving")
+    labels = {"id2label": {0: "NEGATIVE", 1: "POSITIVE"}, "label2id": {"NEGATIVE": 0, "POSITIVE": 1}}
+    encoder(folder / "classifying", "distilbert", **labels, max_position_embeddings=1100)
+    private = tuple(f"{role}-{kind}" for kind in ("private_email", "secret") for role in "BIES")
+    privacy_filter(folder / "marking", ("O", *private))
     for name in ("talk.wav", "memo.wav", "bell.mp3"):  # a name says nothing
         (folder / name).write_bytes(wav(noise(4000)))
     tools = {"command": sys.executable, "args": [str(Path(__file__).with_name("mcp_server.py")), "read_it"]}

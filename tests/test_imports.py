@@ -25,7 +25,7 @@ TIERS = {
     "models": 4,
     "weights": 5, "text": 5, "constrain": 5, "client": 5, "images": 5, "sounds": 5,
     "engine": 6,
-    "llm": 7, "steering": 7, "senses": 6, "quantization": 7, "planning": 7, "transcribing": 7, "cross_spec": 0,
+    "llm": 7, "judging": 7, "steering": 7, "senses": 6, "quantization": 7, "planning": 7, "transcribing": 7, "cross_spec": 0,
     "cli": 8, "server": 8, "bench": 8, "chat": 8, "__main__": 8,
 }  # fmt: skip
 SIDE_ROOMS = {"text", "constrain", "client", "images", "sounds"}

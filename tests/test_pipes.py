@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 from typer.main import get_command
 
+from label_models import encoder, privacy_filter
 from nanovllm_cli.cli.command_tree import page
 from nanovllm_cli.cli.program import PROGRAM, build
 from openai_server import OpenAIServer, Reply, Request
@@ -35,6 +36,8 @@ CALLS = {
     "verify": "verify tiny --tokens 8",
     "tokenize": "tokenize tiny Hello",
     "embed": "embed tiny Hello",
+    "classify": "classify ./classifying Hello",
+    "redact": "redact ./marking Hello",
     "control-vector": "control-vector tiny --positive up.txt --negative down.txt -o v.gguf --force",
     "perplexity": "perplexity tiny -c 32 --chunks 1",
     "bench": "bench tiny -p 8 -n 2 -r 1 --no-warmup --roofline off",
@@ -64,6 +67,8 @@ def home(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
         for name, text in {"up": "What a wonderful day", "down": "What an awful day"}.items():
             (folder / f"{name}.txt").write_text(f"{text}\n")
         asked = '{"custom_id": "%d", "url": "/v1/completions", "body": {"prompt": "Hello", "max_tokens": 2}}\n'
+        encoder(folder / "classifying", "distilbert")
+        privacy_filter(folder / "marking")
         (folder / "requests.jsonl").write_text("".join(asked % i for i in range(3)))
         yield folder
 

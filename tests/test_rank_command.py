@@ -96,7 +96,7 @@ def test_texts_are_scored_beside_the_query(rank: Rank, ranker: Ranker, tmp_path:
 def test_many_texts_go_in_parts(rank: Rank, ranker: Ranker, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     from nanovllm_cli.cli import embed as command
 
-    monkeypatch.setattr(command, "_TOGETHER", 3)
+    monkeypatch.setattr(command, "TOGETHER", 3)
     texts = [f"text {i}" for i in range(8)]
     path = tmp_path / "out.txt"
     assert rank("--query", "q", "-o", str(path), *texts)[:2] == (0, "")

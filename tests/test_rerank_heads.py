@@ -306,7 +306,7 @@ def outcome(folder: Path) -> str:
 REFUSED: dict[str, tuple[dict[str, Any], type[NanovllmError], str]] = {
     "tanh": ({"sbert_ce_default_activation_function": TANH}, UnsupportedError, "scores by tanh"),
     "unknown": ({"sentence_transformers": {"activation_fn": "my.own.Thing"}}, UnsupportedError, r"my\.own\.Thing is not"),
-    "labels": ({"id2label": {"0": "a", "1": "b"}}, CheckpointError, "2 labels, score.weight one row"),
+    "labels": ({"id2label": {"0": "a", "1": "b"}}, CheckpointError, "2 labels, and its head 1 row"),
     "width": ({"hidden_size": "48"}, CheckpointError, "hidden_size"),
     "names": ({"architectures": [["Qwen3ForSequenceClassification"]]}, CheckpointError, "architectures"),
 }
@@ -327,7 +327,7 @@ def test_heads_of_other_shapes_are_refused(folder: Path, tmp_path: Path) -> None
     tensors = load_file(folder / "model.safetensors")
     row = tensors.pop("score.weight")
     for value, kind, words in (
-        (row.repeat(3, 1), UnsupportedError, "a classifier of 3 labels, which ranks nothing"),
+        (row.repeat(3, 1), CheckpointError, "1 labels, and its head 3 rows"),
         (row[:, :40].contiguous(), CheckpointError, r"score\.weight is \[1, 40\], and should be \[1, 48\]"),
         (row.sum(), CheckpointError, r"score\.weight is \[\], and should be \[1, 48\]"),
         (None, CheckpointError, r"score\.weight is missing"),
@@ -521,7 +521,8 @@ def test_heads_of_files(arch: str, names: list[str], tmp_path: Path) -> None:
 def test_heads_of_files_that_are_broken_are_refused(tmp_path: Path) -> None:
     for i, (change, kind, words) in enumerate(
         (
-            ({"cls.output.weight": torch.zeros(3, 48)}, UnsupportedError, r"\[3, 48\], which ranks nothing"),
+            ({"cls.output.weight": torch.zeros(3, 48)}, UnsupportedError, "3 labels that have no names"),
+            ({"cls.output.weight": torch.zeros(1, 40)}, CheckpointError, r"is \[1, 40\], and should be \[labels, 48\]"),
             ({"cls.bias": torch.zeros(47)}, CheckpointError, r"cls\.bias is \[47\]"),
             ({"cls.weight": torch.zeros(48, 40)}, CheckpointError, r"cls\.weight is \[48, 40\]"),
         )

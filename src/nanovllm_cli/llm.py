@@ -26,8 +26,7 @@ from typing import TYPE_CHECKING, Any, Never, NoReturn, Self
 
 import torch
 
-from nanovllm_cli.config import EngineConfig, Lora, engine_config
-from nanovllm_cli.cross_spec import Alignment
+from nanovllm_cli.config import EngineConfig, engine_config
 from nanovllm_cli.engine.answer import detokenizers_of
 from nanovllm_cli.engine.checked_images import seeing_of
 from nanovllm_cli.engine.draft import check_vocabulary
@@ -37,11 +36,10 @@ from nanovllm_cli.engine.memory import with_room_for_leads
 from nanovllm_cli.engine.outputs import EngineStats, RequestOutput
 from nanovllm_cli.engine.placement import Placement
 from nanovllm_cli.engine.requests import Requests
-from nanovllm_cli.engine.vectors import nearness, unit
 from nanovllm_cli.engine.worker import Worker
-from nanovllm_cli.errors import NanovllmError, UnsupportedError, UsageError
+from nanovllm_cli.errors import NanovllmError, UsageError
 from nanovllm_cli.hearing_spec import Senses
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.judging import Judging
 from nanovllm_cli.progress import Counted, LoadProgress, NullProgress, counting
 from nanovllm_cli.prompts import Prompt, listed, text_of, token_ids
 from nanovllm_cli.quant.format import Format
@@ -57,14 +55,15 @@ from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vision_spec import TokenIds
 from nanovllm_cli.vllm_names import absent, refuse_others
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.classes import classes_of
 from nanovllm_cli.weights.fingerprint import file_stamps, fingerprint
 from nanovllm_cli.weights.further import read_further
 from nanovllm_cli.weights.loader import read_spec
 from nanovllm_cli.weights.mmproj import with_mmproj
-from nanovllm_cli.weights.pooling import Embedding, embedding_of, use_of
+from nanovllm_cli.weights.pooling import embedding_of, use_of
 from nanovllm_cli.weights.quantized import open_reader
 from nanovllm_cli.weights.reading import own_settings
-from nanovllm_cli.weights.scoring import Scoring, scoring_of, second_text_of
+from nanovllm_cli.weights.scoring import scoring_of, second_text_of
 from nanovllm_cli.weights.source import ResolvedModel, files_for, find_parts, resolve
 from nanovllm_cli.weights.tokenizer import check_size, end_ids, load_tokenizer
 
@@ -75,7 +74,7 @@ Params = SamplingParams | Sequence[SamplingParams] | None
 MESSAGES_HINT = 'for example: [{"role": "user", "content": "hello"}]'
 
 
-class LLM:
+class LLM(Judging):
     """A loaded model with its tokenizer and engine.
 
     model: a path, a hub name or an alias (see weights/source.py), or what `find` has found. config: memory, context, batching,
@@ -91,6 +90,7 @@ class LLM:
     which a token takes a share.
     formats: how many numbers of the matrices are kept in which format; None is the compute type. embedding: what its files say of
     vectors of texts. scoring: of a reranker, what it reads of a query and a document; of that a chat_template may be, too.
+    classes: of a model that has labels.
 
     Raises ModelNotFoundError, AccessRefusedError, DownloadError, CheckpointError, UnsupportedError, DoesNotFitError.
     """
@@ -124,8 +124,9 @@ class LLM:
         with open_checkpoint(self.resolved.path, overrides=config.overrides) as checkpoint:
             self._stamps = file_stamps(self.resolved.path)
             spec, self.tokenizer = read_spec(checkpoint, open_reader(checkpoint)), load_tokenizer(checkpoint)
-            self.embedding: Embedding = use_of(embedding_of(checkpoint), spec)
-            self.scoring: Scoring | None = scoring_of(checkpoint, self.tokenizer, chat_template)
+            self.embedding = use_of(embedding_of(checkpoint), spec)
+            self.scoring = scoring_of(checkpoint, self.tokenizer, chat_template)
+            self.classes = classes_of(checkpoint)
             further = read_further(checkpoint, self.embedding.layers)
             check_size(self.tokenizer, spec.vocab_size)
             config = with_room_for_leads(config, spec)
@@ -163,13 +164,13 @@ class LLM:
             prepare=worker.prepare,
             draws=self.spec.has_head,
             embeds_whole=self.spec.reads_both_ways,
-            embedding_refusal=None if self.embedding.ranks else self.embedding.refusal,
+            embedding_refusal=None if self.embedding.judges else self.embedding.refusal,
             further=further,
-            second_text=second_text_of(self.scoring, self.tokenizer, self.spec),
+            second_text=second_text_of(self.embedding, self.tokenizer, self.spec),
             seeing=seeing_of(self.senses, self.tokenizer, self.spec),
             eos_ids=end_ids(generation_config, self.tokenizer, self.spec.vocab_size),
         )
-        self.context_len: int = self.engine.context_len
+        self.context_len = self.engine.context_len
         self._requests = Requests(self.engine, self.cache_salt, config.max_num_seqs)
         dtype, where = str(self.dtype).removeprefix("torch."), "a GPU" if self.threads is None else f"{self.threads} threads"
         logger.info("%s on %s; context of %s tokens, KV cache of %.1f MiB", dtype, where, self.context_len, self.kv_bytes / 2**20)
@@ -207,11 +208,6 @@ class LLM:
     def kv_bytes(self) -> int:
         """Size of the KV cache when full."""
         return self._worker.kv_bytes
-
-    @property
-    def pooling(self) -> Pooling:
-        """How it makes one vector of a text, where nobody says otherwise."""
-        return self.embedding.pooling or "mean"
 
     @property
     def vector_size(self) -> int:
@@ -304,43 +300,6 @@ class LLM:
         """
         return self._requests.iterate(requests)
 
-    def embed(
-        self,
-        texts: Prompt | Sequence[Prompt],
-        pooling: Pooling | None = None,
-        *,
-        lora: Sequence[Lora] = (),
-        progress: Counted | None = None,
-        use_tqdm: bool = False,
-        **others: Never,
-    ) -> list[list[float]]:
-        """[vector_size] numbers for each text, not normalised: the mean over its tokens behind the model's last norm, or the row
-        of its last or first one, and what dense layers make of it; None: as the model has it. lora: see SamplingParams. Raises as
-        `generate` does."""
-        refuse_others("embed", others, ("pooling", "lora"))
-        progress = counting("texts", progress, use_tqdm)
-        if (refusal := self.embedding.refusal) is not None:
-            raise UnsupportedError(refusal.message, refusal.hint)
-        prompts = [token_ids(text, self.tokenizer.encode) for text in listed(texts)]
-        return self.pooled(prompts, self.pooling if pooling is None else pooling, progress, SamplingParams(lora=lora).lora)
-
-    def rank(self, query: str, documents: Sequence[str], *, progress: Counted | None = None) -> list[float]:
-        """How well each document answers a query, in their order: a reranker's score of the two together, or the cosine of their
-        vectors, of a model that embeds. Raises as `generate` does."""
-        if not isinstance(documents, list | tuple) or not all(isinstance(text, str) for text in (query, *documents)):
-            raise UsageError("a query is a text, and documents are a list of texts")
-        if self.scoring is not None:
-            return self.scores([self.scoring.prompt(self.tokenizer, query, each) for each in documents], progress=progress)
-        target, *vectors = map(unit, self.embed([query, *documents], progress=progress))
-        return [nearness(target, vector) for vector in vectors]
-
-    def scores(self, prompts: Sequence[Sequence[int]], *, progress: Counted | None = None) -> list[float]:
-        """A reranker's score of each prompt that its `scoring` has made of a query and a document. UnsupportedError where it is
-        none; the rest as `generate`."""
-        if self.scoring is None:
-            raise UnsupportedError(f"{self.name} is no reranker", "rank goes by the vectors of a model that embeds")
-        return list(map(self.scoring.score, self.pooled(prompts, self.pooling, progress)))
-
     def prepare(self, each: Sequence[SamplingParams]) -> None:
         """Waits until the constraints of such requests are compiled. Raises UsageError for one that can't be had."""
         for future in [self._worker.prepare(params) for params in each]:
@@ -417,12 +376,6 @@ class LLM:
         each = params_for(self.default_params if params is None else params, len(prompts))
         self.prepare(each)
         return self._requests.generate(prompts, each, progress)
-
-    def pooled(
-        self, prompts: Sequence[Sequence[int]], wanted: Pooling | Alignment, progress: Counted | None, lora: Sequence[Lora] = ()
-    ) -> list[list[float]]:
-        """What `Engine.embed` makes of each, in their order."""
-        return self._requests.embed(prompts, wanted, progress, lora)
 
     def cache_salt(self, prompt_len: int, own: str | None = None) -> str | None:
         """What the engine is given with a prompt: a caller's own salt, and what keeps prompts apart whose cached keys were

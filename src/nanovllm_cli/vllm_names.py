@@ -29,7 +29,7 @@ AS_IT_IS: dict[str, tuple[object, ...]] = {
 """Values that ask for what is so in any case."""
 
 _SEEN = "a folder's or file's form is seen: leave it out"
-_FINDS = "what a model can do is seen: generate, chat, embed, rank"
+_FINDS = "what a model can do is seen: generate, chat, embed, rank, classify"
 _OWN_TOKENIZER = "a model's own files have it: leave it out"
 _ONE = "tensor_parallel_size divides a model between processes, in no other way"
 SETTING_HINTS = {
@@ -86,6 +86,7 @@ ARGUMENT_HINTS = {
     "chat_template_content_format": "what a template takes is tried: leave it out",
     "template_kwargs": "here it is chat_template_kwargs",
     "mm_processor_kwargs": "image_max_tokens and video_fps are settings of the model: LLM(…, image_max_tokens=…)",
+    "use_activation": "here it is activation",
     "pooling_params": "pooling names one, where the model's own is not wanted",
     "pooling_task": "pooling names one, where the model's own is not wanted",
     "params": "here it is sampling_params",
@@ -94,9 +95,8 @@ ARGUMENT_HINTS = {
 
 METHOD_HINTS = {
     "beam_search": "generate(prompts, SamplingParams(num_beams=4, n=4, max_tokens=64)) looks for the likeliest answers",
-    "encode": "embed(texts) makes vectors, tokenizer.encode(text) token ids",
-    "classify": "classes are not read; rank(query, documents) scores documents, by a reranker or by vectors",
-    "reward": "rewards are not read; rank(query, documents) scores documents, by a reranker or by vectors",
+    "encode": "embed(texts) makes vectors, classify(texts) classes, tokenizer.encode(text) token ids",
+    "reward": "classify(texts, activation=False) has a model's reward, where it has one for a whole text",
     "score": "rank(query, documents) scores documents, by a reranker or by vectors",
     "get_default_sampling_params": "default_params has them",
     "reset_prefix_cache": "LLM(…, enable_prefix_caching=False) keeps nothing of a prompt",

@@ -7,26 +7,35 @@ from __future__ import annotations
 
 import contextlib
 import json
-import logging
-import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Annotated, Any, NamedTuple
+from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
 
 from nanovllm_cli.cli.command import OUTPUT, expand, is_typed, option
 from nanovllm_cli.cli.files import WholeFile, output_path
-from nanovllm_cli.cli.inputs import STANDARD_INPUT, checked, read_standard_input, read_text
-from nanovllm_cli.cli.log import ON_SCREEN, screen_for
+from nanovllm_cli.cli.inputs import checked
+from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.progress_line import ProgressLine, counted
+from nanovllm_cli.cli.texts import (
+    TEXTS,
+    TOGETHER,
+    Files,
+    Text,
+    Truncate,
+    Whole,
+    check_lengths,
+    progress_of,
+    read_line,
+    texts_of,
+)
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.config import EngineConfig
-from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooling
 
 if TYPE_CHECKING:
@@ -34,24 +43,18 @@ if TYPE_CHECKING:
     from nanovllm_cli.weights.scoring import Scoring
 
 EXAMPLE = 'for example: nanovllm embed tiny "Once upon a time"'
-TEXTS, VECTORS = "Texts", "Vectors"
-_TOGETHER = 1024  # texts whose vectors are in memory at once
+VECTORS = "Vectors"
 _OF_VECTORS = ["pooling", "dimensions", "prompt_name"]
 _QUERY, _DOCUMENT = ("query",), ("document", "passage", "corpus")
 """Names of the prompts that sentence-transformers puts before what is sought, and before what is searched."""
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True, slots=True)
 class TextOptions:
     """What is embedded, and what stands before it."""
 
-    file: list[str] | None = option(
-        "-f", "--file", help="A text a line from a file; - is standard input. Repeatable.",
-        panel=TEXTS, metavar="FILE", envvar=None,
-    )
-    whole: bool = option("--whole", help="Each file, and standard input, is one text.", default=False, panel=TEXTS, envvar=None)
+    file: Files = None
+    whole: Whole = False
     prompt_name: str | None = option(
         "--prompt-name", help="Put this prompt of the model's before each text. [the model's default, if it has one]",
         panel=TEXTS, metavar="NAME",
@@ -64,9 +67,7 @@ class TextOptions:
         panel=TEXTS, metavar="TEXT", envvar=None,
     )
     top: int | None = option("--top", help="At most so many of them. [all]", panel=TEXTS, metavar="N", min=1)
-    truncate: bool = option(
-        "--truncate", help="Cut texts that are longer than the context, instead of failing.", default=False, panel=TEXTS
-    )
+    truncate: Truncate = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +91,6 @@ class VectorOptions:
     output: str | None = option(
         "-o", "--output", help="Write to a file, whole or not at all.", panel=OUTPUT, metavar="FILE", envvar=None
     )
-
-
-class Text(NamedTuple):
-    """place: where it comes from, for messages. shown: how it is told from others in what is printed."""
-
-    text: str
-    place: str
-    shown: str
 
 
 @expand
@@ -124,7 +117,7 @@ def embed(
     _refuse_contradictions(ctx, texts, vectors)
     name, spoken = name_and_words(model, model_word, words or [])
     name = named_model(ctx.obj, name, EXAMPLE)
-    read = _texts(spoken, texts, screen)
+    read = texts_of(spoken, texts.file, texts.whole, screen, UsageError("there is no text to embed", EXAMPLE))
     config = engine.config(model, max_num_seqs=min(len(read) + 1, EngineConfig().max_num_seqs))
     path = output_path(vectors.output)
     with contextlib.ExitStack() as stack:
@@ -147,7 +140,7 @@ class _Run:
         self.vectors = vectors
         self.screen = screen
         self.write = write
-        self.pooling: Pooling = vectors.pooling or llm.pooling
+        self.pooling = vectors.pooling or llm.embedding.pooling_of_texts
         size = llm.vector_size
         if vectors.dimensions is not None and vectors.dimensions > size:
             raise UsageError(f"--dimensions {vectors.dimensions}: vectors of {llm.name} have {size}", f"at most {size}")
@@ -168,11 +161,7 @@ class _Run:
             self._write_vectors(read, ids)
         else:
             self._write_nearest(read, self._nearness(query, ids) if query else self._scores(ids))
-        count, seconds = sum(map(len, ids)) + len(query), time.monotonic() - began
-        rate = count / max(seconds, 1e-9)
-        told = f"{counted(len(ids), 'text')}, {counted(count, 'token')} in {seconds:.1f} s, {rate:,.0f} tok/s"
-        logger.info("%s", told, extra={ON_SCREEN: not self.screen.quiet})
-        self.screen.say(told, "dim")
+        read_line(self.screen, len(ids), sum(map(len, ids)) + len(query), time.monotonic() - began)
 
     def _before(self, kinds: Sequence[str]) -> str:
         """What stands before each text. kinds: names of prompts that are for such texts."""
@@ -207,24 +196,16 @@ class _Run:
         return encoded
 
     def _check(self, texts: list[Text], encoded: list[list[int]], limit: int, truncate: bool) -> None:
-        for each, ids in zip(texts, encoded, strict=True):
-            if not ids:
-                raise UsageError(f"{each.place} has no tokens: there is nothing to embed")
-            if len(ids) > limit and not truncate:
-                raise DoesNotFitError(
-                    f"{each.place} has {len(ids)} tokens, and {limit} fit into the context",
-                    "the query alone takes too many" if self.texts.truncate else "--truncate cuts what is too long",
-                )
-        if too_long := sum(len(ids) > limit for ids in encoded):
-            self.screen.say(f"{too_long} of {len(encoded)} texts are cut to {limit} tokens")
+        hint = "the query alone takes too many" if self.texts.truncate else "--truncate cuts what is too long"
+        check_lengths(texts, encoded, limit, hint, self.screen, cut=truncate)
 
     def _vectors(self, ids: list[list[int]]) -> Iterator[list[list[float]]]:
         """Of some texts after the other, as they are to be written."""
         from nanovllm_cli.engine.vectors import unit
 
-        progress = self._progress("embedding", ids)
-        for first in range(0, len(ids), _TOGETHER):
-            found = self.llm.embed(ids[first : first + _TOGETHER], self.pooling, progress=lambda done, total: progress.advance(1))
+        progress = progress_of(self.screen, "embedding", len(ids))
+        for first in range(0, len(ids), TOGETHER):
+            found = self.llm.embed(ids[first : first + TOGETHER], self.pooling, progress=lambda done, total: progress.advance(1))
             found = [vector[: self.vectors.dimensions] for vector in found]
             yield [unit(vector) for vector in found] if self.vectors.normalize else found
         progress.done()
@@ -236,17 +217,12 @@ class _Run:
         return [nearness(target, vector) for vectors in self._vectors(ids) for vector in vectors]
 
     def _scores(self, ids: list[list[int]]) -> list[float]:
-        progress = self._progress("ranking", ids)
+        progress = progress_of(self.screen, "ranking", len(ids))
         scores: list[float] = []
-        for first in range(0, len(ids), _TOGETHER):
-            scores += self.llm.scores(ids[first : first + _TOGETHER], progress=lambda done, total: progress.advance(1))
+        for first in range(0, len(ids), TOGETHER):
+            scores += self.llm.scores(ids[first : first + TOGETHER], progress=lambda done, total: progress.advance(1))
         progress.done()
         return scores
-
-    def _progress(self, stage: str, ids: list[list[int]]) -> ProgressLine:
-        progress = ProgressLine(self.screen)
-        progress.stage(stage, len(ids), "texts")
-        return progress
 
     def _write_vectors(self, read: list[Text], ids: list[list[int]]) -> None:
         index = 0
@@ -291,36 +267,13 @@ def _refuse_contradictions(ctx: typer.Context, texts: TextOptions, vectors: Vect
 def _refuse_of_its_kind(ctx: typer.Context, llm: LLM) -> None:
     """Raises UsageError for options without a meaning for it, and UnsupportedError where a reranker is asked for vectors."""
     if llm.scoring is None:
+        if llm.classes is not None:
+            raise UnsupportedError(f"{llm.name} is a classifier, which makes no vectors", "nanovllm classify MODEL reads texts")
         refuse_typed(ctx, ["chat_template"], "is given, and the model is no reranker", "leave it out: texts are read as they are")
         return
     if not is_typed(ctx, "query"):
         raise UnsupportedError(f"{llm.name} is a reranker, which makes no vectors", "--query TEXT ranks the texts")
     refuse_typed(ctx, _OF_VECTORS, "is given, and a reranker makes no vectors", "leave it out")
-
-
-def _texts(words: Sequence[str], options: TextOptions, screen: Console) -> list[Text]:
-    """All that there are: of standard input, of files, and the arguments. Raises UsageError where there are none."""
-    files = list(options.file or ())
-    sources = [name for name in files if name != STANDARD_INPUT]
-    found: list[Text] = []
-    if STANDARD_INPUT in (*words, *files) or (sys.stdin is not None and not sys.stdin.isatty()):
-        found += _of_source(read_standard_input(screen), "standard input", options.whole)
-    for name in sources:
-        found += _of_source(read_text(name), name, options.whole)
-    said = [word for word in words if word != STANDARD_INPUT]
-    found += [Text(checked(word, f"text {i}"), f"text {i}", word) for i, word in enumerate(said, 1)]
-    if not found:
-        raise UsageError("there is no text to embed", EXAMPLE)
-    return found
-
-
-def _of_source(content: str, name: str, whole: bool) -> list[Text]:
-    """One text, which the source's name stands for, or one of each line that is not empty."""
-    if whole:
-        text = content.removesuffix("\n").removesuffix("\r")
-        return [Text(text, name, name)] if text else []
-    lines = (line.removesuffix("\r") for line in content.split("\n"))
-    return [Text(line, f"line {number} of {name}", line) for number, line in enumerate(lines, 1) if line.strip()]
 
 
 def _dumped(value: Any) -> str:

@@ -46,6 +46,17 @@ EXAMPLES: dict[str, dict[str, str]] = {
         "printf 'a cat\\na tree\\n' | nanovllm embed tiny --query 'a kitten' --top 1": "The line that is nearest to it.",
         "nanovllm embed tiny --whole -f notes.txt -f more.txt --raw": "Each file is one text; numbers alone.",
     },
+    "classify": {
+        'nanovllm classify distilbert-sst2 "What a day!"': "A score, a label and the text.",
+        "nanovllm classify distilbert-sst2 -f notes.txt --label NEGATIVE --min-score 0.9": "Lines that it surely is so of.",
+        "nanovllm classify distilbert-sst2 -f notes.txt --json | jq -r .label": "The likeliest label of each line.",
+    },
+    "redact": {
+        "nanovllm redact privacy-filter -f notes.txt -o clean.txt": "What is private becomes [its label].",
+        "cat notes.txt | nanovllm redact privacy-filter --lines --with '<{label} {n}>'":
+            "As lines come in; the same words have the same number.",
+        "nanovllm redact privacy-filter --json -f notes.txt | jq .spans": "What it found, and where.",
+    },
     "serve": {
         "nanovllm serve tiny": "At http://127.0.0.1:8080, for OpenAI's, Anthropic's, Ollama's clients; a page at /.",
         "nanovllm serve tiny --port 8000 -np 16 -c 2K": "Another port, sixteen answers at once, each of 2,048 tokens.",

@@ -23,6 +23,7 @@ _COMMANDS = {
     "complete": "run", "simple": "run", "server": "serve", "start": "serve", "inspect": "models show", "gguf": "models show",
     "gguf-dump": "models show", "delete": "models rm", "simple-chat": "chat", "convert-hf-to-gguf": "convert",
     "ppl": "perplexity", "encode": "tokenize", "tokenise": "tokenize", "embedding": "embed", "embeddings": "embed",
+    "classification": "classify", "anonymize": "redact", "anonymise": "redact", "mask": "redact", "pii": "redact",
     "cvector-generator": "control-vector", "main": "run", "fit-params": "plan",
 }  # fmt: skip
 

@@ -156,8 +156,8 @@ def _record(
         "sounds": _sounds(facts), "videos": _videos(facts), "vocabulary": spec.vocab_size,
         "tokenizer": None if tokenizer is None else {"tokens": tokenizer.vocab_size, "special": _special(tokenizer)},
         "embedding": {"pooling": facts.embedding.pooling, "prompts": dict(facts.embedding.prompts),
-                      "numbers": None if facts.embedding.ranks else facts.embedding.width(spec.hidden_size),
-                      "ranks": facts.embedding.ranks,
+                      "numbers": None if facts.embedding.judges else facts.embedding.width(spec.hidden_size),
+                      "ranks": facts.embedding.ranks, "labels": list(facts.embedding.labels),
                       "default_prompt": facts.embedding.default_prompt, "only": not spec.has_head,
                       "refusal": None if facts.embedding.refusal is None else facts.embedding.refusal.message},
         "template": template, "licence": _licence(checkpoint), "defaults": generation_defaults(_settings(checkpoint, tokenizer)),
@@ -253,6 +253,10 @@ def _embedding_in_words(facts: Facts) -> str | None:
     pooling, prompts, default = embedding.pooling, embedding.prompts, embedding.default_prompt
     if embedding.ranks:
         return "none, it ranks: nanovllm embed --query, or /v1/rerank of a server"
+    if embedding.pooling == "each":
+        return "none, it labels tokens: nanovllm redact"
+    if embedding.labels:
+        return "none, it classifies: nanovllm classify, or /classify of a server"
     if embedding.refusal is not None:
         return one_line(f"none: {embedding.refusal.message}")
     if pooling is None and not prompts and facts.spec.has_head:

@@ -204,6 +204,12 @@ class Console:
         self._may_be_written_on = self._may_be_one_screen and not self._one_screen
         self._write(self.out, self._filters[self.out].feed(text) if self.out.is_terminal else text)
 
+    def verbatim(self, text: str) -> None:
+        """A piece of an answer behind which nothing is written that is not of it, but for a terminal, where a line ends."""
+        self.answer(text)
+        if not self.out.is_terminal:
+            self.out.at_line_start = True
+
     def lines(self, lines: Iterable[str]) -> None:
         """Whole lines of an answer."""
         self.answer("".join(f"{line}\n" for line in lines))

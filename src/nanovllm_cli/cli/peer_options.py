@@ -349,6 +349,10 @@ EXPLAINED = {
 
 _MCP = "run and chat --mcp FILE have tools; with a server they are run by the client that offers them"
 _NOTHING_DRAWN = "no text is drawn here: leave it out"
+_OF_TEXTS = {
+    ("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text",
+    ("-n", "--predict", "--n-predict"): _NOTHING_DRAWN,
+}
 _A_FORM = "a request says what form its answer has: response_format, or json_schema, grammar, structured_outputs"
 THERE: dict[str, dict[tuple[str, ...], str]] = {
     "run": {
@@ -413,11 +417,12 @@ THERE: dict[str, dict[tuple[str, ...], str]] = {
     },
     "bench.throughput": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
     "bench.latency": {("--json",): "-o json prints results as JSON, --save FILE keeps them with every latency"},
-    "embed": {
-        ("-p", "--prompt", "-e", "--escape"): "each argument behind the model is a text",
-        ("-n", "--predict", "--n-predict"): _NOTHING_DRAWN,
-        ("--perf", "--show-timings"): "nanovllm bench MODEL measures how fast it is",
+    "embed": {**_OF_TEXTS, ("--perf", "--show-timings"): "nanovllm bench MODEL measures how fast it is"},
+    "classify": {
+        **_OF_TEXTS,
+        ("--labels", "--candidate-labels"): "a classifier has its own; nanovllm run MODEL --choice A --choice B lets any choose",
     },
+    "redact": {**_OF_TEXTS, ("--mask", "--replace", "--replacement"): "here it is --with TEXT"},
     "perplexity": {
         ("-n", "--predict", "--n-predict"): _NOTHING_DRAWN,
         ("-b", "--batch-size", "-ub", "--ubatch-size"): "how a window of -c tokens is read is decided here: leave it out",

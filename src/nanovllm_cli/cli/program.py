@@ -13,6 +13,7 @@ from nanovllm_cli.cli import (
     bench_serve,
     bench_throughput,
     chat,
+    classify,
     completion,
     config,
     control_vector,
@@ -22,6 +23,7 @@ from nanovllm_cli.cli import (
     perplexity,
     plan,
     quantize,
+    redact,
     run,
     run_batch,
     serve,
@@ -35,8 +37,8 @@ from nanovllm_cli.errors import UsageError
 
 PROGRAM = "nanovllm"
 ORDER = (
-    "run", "chat", "embed", "serve", "run-batch", "bench", "models", "plan", "tokenize", "convert", "quantize", "perplexity",
-    "verify", "control-vector", "config", "completion",
+    "run", "chat", "embed", "classify", "redact", "serve", "run-batch", "bench", "models", "plan", "tokenize", "convert",
+    "quantize", "perplexity", "verify", "control-vector", "config", "completion",
 )  # fmt: skip
 
 
@@ -68,6 +70,8 @@ def build() -> typer.Typer:
     app.command("run-batch", cls=Command)(run_batch.run_batch)
     app.command("chat", cls=Command)(chat.chat)
     app.command("embed", cls=Command)(embed.embed)
+    app.command("classify", cls=Command)(classify.classify)
+    app.command("redact", cls=Command)(redact.redact)
     app.command("serve", cls=Command)(serve.serve)
     app.add_typer(models.build())
     app.command("plan", cls=Command)(plan.plan)

@@ -29,7 +29,7 @@ from nanovllm_cli.engine.executor import Executor, Prepare, RunsAhead
 from nanovllm_cli.engine.kv_file import KvFiles
 from nanovllm_cli.engine.looking import Looking
 from nanovllm_cli.engine.outputs import EngineStats, RequestMetrics, RequestOutput
-from nanovllm_cli.engine.plan import Drawn
+from nanovllm_cli.engine.plan import Drawn, Numbers
 from nanovllm_cli.engine.pooling import check_pooling
 from nanovllm_cli.engine.preparing import Preparing
 from nanovllm_cli.engine.scheduler import Scheduler
@@ -38,14 +38,14 @@ from nanovllm_cli.engine.stepper import Stepper
 from nanovllm_cli.engine.strategy import Strategy, strategy_of
 from nanovllm_cli.errors import PromptTooLongError, UnsupportedError, UsageError
 from nanovllm_cli.leading import lead_in
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.samplers import settled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.text.tokenizer import Tokenizer
 
 MAX_PRIORITY = 2**31
 _EMBEDS = SamplingParams(max_tokens=1)
-Further = Callable[[tuple[float, ...]], tuple[float, ...]]
+Further = Callable[[Numbers], tuple[float, ...]]
 """What a pooled vector goes through behind the model."""
 
 
@@ -191,7 +191,7 @@ class Engine:
         self,
         request_id: str,
         prompt_ids: Iterable[int],
-        pooling: Pooling | Alignment,
+        pooling: Pooled | Alignment,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -405,10 +405,11 @@ class Engine:
 
     def _vector(self, request: Request) -> tuple[float, ...] | None:
         """Of a text that is computed, where its numbers are finite."""
-        vector = request.embedding
-        if vector is not None and self._further is not None and isinstance(request.pooling, str):
-            vector = self._further(vector)
-        return vector if vector is not None and all(map(math.isfinite, vector)) else None
+        if (numbers := request.embedding) is None:
+            return None
+        goes_on = self._further is not None and isinstance(request.pooling, str)
+        vector = self._further(numbers) if goes_on else tuple(numbers)  # type: ignore[misc]
+        return vector if all(map(math.isfinite, vector)) else None
 
     def _output(self, live: _Live) -> RequestOutput:
         request = live.request

@@ -6,13 +6,13 @@ to another process as they are; logits never cross.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping, MutableSequence, Sequence
 from types import MappingProxyType
 from typing import NamedTuple
 
 from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.leading import Lead
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import Image, PlacedImage, Sound
 
@@ -72,7 +72,7 @@ class Scheduled(NamedTuple):
     prompt_logprobs: int | None = None
     targets: tuple[int, ...] = ()
     prompt_len: int = 0
-    pooling: Pooling | Alignment | None = None
+    pooling: Pooled | Alignment | None = None
     num_guesses: int = 0
     drafted: bool = False
     every_row: bool = False
@@ -118,7 +118,7 @@ class Scheduled(NamedTuple):
     def wanted_rows(self) -> range:
         """Rows of this share that are needed behind the last norm."""
         count = len(self.token_ids)
-        if self.prompt_logprobs is not None or self.pooling == "mean" or self.every_row or self.keeps_hidden:
+        if self.prompt_logprobs is not None or self.pooling in ("mean", "each") or self.every_row or self.keeps_hidden:
             return range(count)
         if self.pooling == "cls":
             return range(1 if self.start == 0 else 0)
@@ -178,15 +178,18 @@ class Drawn(NamedTuple):
     unmeetable: bool = False
 
 
+Numbers = MutableSequence[float]
+
+
 class StepOutput(NamedTuple):
     """drawn: one entry per id in the plan's `draws`. prompt_logprobs: seq id -> entries for its chunk's targets. pooled: seq id
-    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk; or, with the last one, what
-    an Alignment finds. guesses: seq id -> what the
-    worker fed in place of DRAFTED. stages_left: of the image that is looked at."""
+    -> the sum of its chunk's hidden rows ("mean"), or the row that its pooling takes from the chunk, or all rows one behind the
+    other ("each"); or, with the last chunk, what an Alignment finds. guesses: seq id -> what the worker fed in place of DRAFTED.
+    stages_left: of the image that is looked at."""
 
     drawn: list[Drawn]
     prompt_logprobs: dict[int, list[TokenLogprobs]]
-    pooled: Mapping[int, list[float]] = MappingProxyType({})
+    pooled: Mapping[int, Numbers] = MappingProxyType({})
     guesses: Mapping[int, list[int]] = MappingProxyType({})
     stages_left: int = 0
 

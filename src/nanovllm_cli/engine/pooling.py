@@ -8,15 +8,16 @@ from typing import get_args
 from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.hearing_spec import HearingSpec
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled, Pooling
 from nanovllm_cli.vision_spec import PlacedImage, TokenIds
 
+_POOLED = (*get_args(Pooling), "each")
 MOST_HEADS = 1 << 12
 """Whose attention is measured for one text."""
 
 
 def check_pooling(
-    pooling: Pooling | Alignment,
+    pooling: Pooled | Alignment,
     prompt: Iterable[int],
     hearing: HearingSpec | None,
     refusal: UnsupportedError | None,
@@ -29,8 +30,8 @@ def check_pooling(
         return
     if refusal is not None:
         raise UnsupportedError(refusal.message, refusal.hint)
-    if pooling not in get_args(Pooling):
-        raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(get_args(Pooling))}")
+    if pooling not in _POOLED:
+        raise UsageError(f"unknown pooling {pooling!r}", f"known: {', '.join(_POOLED)}")
     if isinstance(prompt, TokenIds) and prompt.images:
         raise UnsupportedError("texts are embedded, and no images")
 

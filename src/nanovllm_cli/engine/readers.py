@@ -21,7 +21,7 @@ from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.interrupts import held
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.errors import RequestError, UsageError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 
 T = TypeVar("T")
 
@@ -77,7 +77,7 @@ class Readers:
     def embed(
         self,
         prompts: Mapping[str, Sequence[int]],
-        pooling: Pooling | Alignment,
+        pooling: Pooled | Alignment,
         progress: Callable[[int, int], None] | None = None,
         lora: Sequence[Lora] = (),
     ) -> list[list[float]]:

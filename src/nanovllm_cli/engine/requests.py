@@ -13,7 +13,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.engine import Engine
 from nanovllm_cli.engine.outputs import RequestOutput
 from nanovllm_cli.engine.readers import Readers
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.progress import Counted
 from nanovllm_cli.sampling_params import SamplingParams, params_for
 
@@ -78,7 +78,7 @@ class Requests:
             self.readers.drop(running)
 
     def embed(
-        self, prompts: Sequence[Sequence[int]], wanted: Pooling | Alignment, progress: Counted | None, lora: Sequence[Lora]
+        self, prompts: Sequence[Sequence[int]], wanted: Pooled | Alignment, progress: Counted | None, lora: Sequence[Lora]
     ) -> list[list[float]]:
         """What `Engine.embed` makes of each, in their order."""
         return self.readers.embed({f"embedding-{next(self._ids)}": each for each in prompts}, wanted, progress, lora)

@@ -5,6 +5,7 @@ Not covered: what to run (scheduler), where memory comes from (worker).
 
 from __future__ import annotations
 
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import nullcontext
 from typing import NamedTuple
@@ -15,7 +16,7 @@ from nanovllm_cli.attention.kv_cache import KVCache
 from nanovllm_cli.engine.aligning import Aligner
 from nanovllm_cli.engine.graphs import GraphCache
 from nanovllm_cli.engine.interrupts import let_in
-from nanovllm_cli.engine.plan import Drawn, Plan, Scheduled, StepOutput, TokenLogprobs
+from nanovllm_cli.engine.plan import Drawn, Numbers, Plan, Scheduled, StepOutput, TokenLogprobs
 from nanovllm_cli.engine.platform import KeptRows, See, sees_nothing
 from nanovllm_cli.engine.sampler import Sampler
 from nanovllm_cli.engine.step_batch import build_batch
@@ -168,19 +169,24 @@ def beside_draws(model: Decoder, sampler: Sampler, hidden: Hidden, owners: list[
     return StepOutput([], prompt_logprobs, pooled_of(model, hidden, owners))
 
 
-def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, list[float]]:
+def pooled_of(model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]) -> dict[int, Numbers]:
     """What the shares that are embedded make of their hidden rows."""
-    return {seq_id: total.tolist() for seq_id, total in pooled_sums(model, hidden, owners)}
+    return {seq_id: _numbers(total) for seq_id, total in pooled_sums(model, hidden, owners)}
+
+
+def _numbers(found: torch.Tensor) -> Numbers:
+    """Those of all tokens may be millions, which a list would make eight times as large."""
+    return found.tolist() if found.dim() == 1 else array("f", found.float().cpu().numpy().tobytes())
 
 
 def pooled_sums(
     model: Decoder, hidden: Hidden, owners: list[tuple[Scheduled, int]]
 ) -> Iterator[tuple[int, torch.Tensor]]:
-    """Each such share's sequence, and the sum of its rows, in float64, so that chunks hardly matter."""
+    """Each such share's sequence, and the sum of its rows, in float64, so that chunks hardly matter; or its rows."""
     for share, first in owners:
         if share.pooling is not None:
             rows = model.normed(take_rows(hidden, slice(first, first + len(share.wanted_rows))))
-            yield share.seq_id, rows.double().sum(0)
+            yield share.seq_id, rows if share.pooling == "each" else rows.double().sum(0)
 
 
 def _prompt_logprobs(

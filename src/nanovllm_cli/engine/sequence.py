@@ -15,9 +15,9 @@ from enum import Enum
 from typing import Any
 
 from nanovllm_cli.cross_spec import Alignment
-from nanovllm_cli.engine.plan import NewSequence, TokenLogprobs
+from nanovllm_cli.engine.plan import NewSequence, Numbers, TokenLogprobs
 from nanovllm_cli.leading import Lead
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage, Sound
 
@@ -76,9 +76,9 @@ class Request:
     sequences: list[Sequence] = field(default_factory=list)
     prompt_logprobs: list[TokenLogprobs | None] | None = None
     whole: bool = False
-    pooling: Pooling | Alignment | None = None
+    pooling: Pooled | Alignment | None = None
     second: int = 0
-    pooled: list[float] | None = None
+    pooled: Numbers | None = None
     runs_ahead: bool = False
     prepared: Future[Any] | None = None
     first_scheduled: float | None = None
@@ -134,17 +134,21 @@ class Request:
         self.stages_left.clear()  # what was made of them may be gone
 
     @property
-    def embedding(self) -> tuple[float, ...] | None:
-        """Of the whole text, where it is embedded and computed."""
+    def embedding(self) -> Numbers | None:
+        """Of the whole text, where it is embedded and computed; where nothing is pooled, of one token behind the other."""
         if self.pooled is None or self.num_computed_prompt_tokens < len(self.prompt_ids):
             return None
+        if self.pooling == "each":
+            return self.pooled
         count = len(self.prompt_ids) if self.pooling == "mean" else 1
-        return tuple([number / count for number in self.pooled])
+        return [number / count for number in self.pooled]
 
-    def pool(self, chunk: list[float]) -> None:
+    def pool(self, chunk: Numbers) -> None:
         """Adds what a chunk of the prompt gave."""
         if self.pooled is None or self.pooling == "last":
             self.pooled = chunk
+        elif self.pooling == "each":
+            self.pooled.extend(chunk)
         elif self.pooling == "mean":
             self.pooled = [a + b for a, b in zip(self.pooled, chunk, strict=True)]
 

@@ -11,7 +11,7 @@ from collections.abc import Callable
 from typing import NamedTuple
 
 from nanovllm_cli.engine.executor import Executor, RunsAhead
-from nanovllm_cli.engine.plan import Plan, Scheduled, StepOutput
+from nanovllm_cli.engine.plan import Numbers, Plan, Scheduled, StepOutput
 from nanovllm_cli.engine.scheduler import Scheduler
 from nanovllm_cli.engine.steps import Result
 from nanovllm_cli.errors import LostError, NanovllmError
@@ -105,7 +105,7 @@ class Stepper:
             rest, failed = self._execute(plan._replace(look=None))
             return rest._replace(stages_left=look.stages_left), failed | failures
         drawn, prompt_logprobs, failures = [], {}, {}
-        pooled: dict[int, list[float]] = {}
+        pooled: dict[int, Numbers] = {}
         guesses: dict[int, list[int]] = {}
         middle = len(plan.scheduled) // 2
         both = plan.scheduled[:middle], plan.scheduled[middle:]

@@ -1,19 +1,21 @@
-"""gpt-oss: experts with biases and a clamped activation, a learned sink for each head, windows in every second layer.
+"""gpt-oss: experts with biases and a clamped activation, a learned sink for each head, windows in every second layer. OpenAI's
+privacy filter is one whose tokens see both ways, in all layers within windows, and get labels.
 
 Its folders hold the experts of a layer in one tensor, in MXFP4 or turned over; weights/stacked.py takes that apart.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import replace
+from typing import Any
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys
-from nanovllm_cli.models.family import Family, GGUFField, has_all
+from nanovllm_cli.models.family import Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import MATRICES, weights_and_biases
 
 _ACTIVATION = {"swiglu_limit": 7.0, "swiglu_alpha": 1.702}
@@ -81,4 +83,23 @@ GPT_OSS = Family(
     gguf_activation="swiglu_oai",
     gguf_keys=_keys,
     gguf_truncates=False,
+)
+
+
+def _both_sides(config: Mapping[str, Any]) -> Mapping[str, Any]:
+    """A window is told of one side."""
+    window = config.get("sliding_window", 128)
+    return {**config, "sliding_window": 2 * window if type(window) is int else window}
+
+
+PRIVACY_FILTER = replace(
+    GPT_OSS,
+    name="openai_privacy_filter",
+    gguf_like=no_file("privacy filter"),
+    config=_both_sides,
+    both_ways=True,
+    halves_window=True,
+    full_every=None,
+    interleaved=True,
+    defaults={**GPT_OSS.defaults, "num_key_value_heads": 2, "num_attention_heads": 14},
 )

@@ -18,6 +18,7 @@ from nanovllm_cli.models.bart import BART_FAMILIES
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
+from nanovllm_cli.models.classifiers import OF_TEXTS, OF_TOKENS
 from nanovllm_cli.models.cohere import COHERE, COHERE2, COHERE_COMPASS, COHERE_COMPASS_VISION
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
 from nanovllm_cli.models.deci import DECI
@@ -74,7 +75,7 @@ from nanovllm_cli.models.glm import GLM, GLM4, GLM4_MOE, GLM4V, GLM4V_MOE, GLM_O
 from nanovllm_cli.models.gpt2 import GPT2, GPT_BIGCODE
 from nanovllm_cli.models.gpt_neo import GPT_J, GPT_NEO
 from nanovllm_cli.models.gpt_neox import GPT_NEOX
-from nanovllm_cli.models.gpt_oss import GPT_OSS
+from nanovllm_cli.models.gpt_oss import GPT_OSS, PRIVACY_FILTER
 from nanovllm_cli.models.granite import (
     BAMBA,
     GRANITE,
@@ -370,6 +371,7 @@ HF_BODIES: dict[str, Family] = {
     "MixtralModel": MIXTRAL,
     "ModernBertModel": MODERNBERT,
     "NomicBertModel": NOMIC_BERT,
+    "OpenAIPrivacyFilterModel": PRIVACY_FILTER,
     "Qwen2Model": QWEN2,
     "Qwen2MoeModel": QWEN2_MOE,
     "Qwen3Model": QWEN3,
@@ -379,19 +381,6 @@ HF_BODIES: dict[str, Family] = {
     "XLMRobertaModel": ROBERTA,
 }
 """Models without their head, as those that embed texts are published."""
-HF_CLASSIFIERS: dict[str, Family] = {
-    "BertForSequenceClassification": BERT,
-    "GemmaForSequenceClassification": GEMMA,
-    "LlamaForSequenceClassification": LLAMA,
-    "MistralForSequenceClassification": MISTRAL,
-    "MPNetForSequenceClassification": MPNET,
-    "ModernBertForSequenceClassification": MODERNBERT,
-    "Qwen2ForSequenceClassification": QWEN2,
-    "Qwen3ForSequenceClassification": QWEN3,
-    "RobertaForSequenceClassification": ROBERTA,
-    "XLMRobertaForSequenceClassification": ROBERTA,
-}
-"""Models with a head for labels in place of tokens, as rerankers are published."""
 _BOTH_WAYS = re.compile(r"bert|mpnet|electra|encoder|bidirectional|^t5|^dream|^llada|^rnd1", re.IGNORECASE)
 """Names of other architectures whose tokens see those behind them."""
 
@@ -403,7 +392,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-    others = HF_BODIES | HF_CLASSIFIERS
+    layers = (OF_TEXTS | OF_TOKENS).get(names[0], names[0])
     if names[0] in ("FalconForCausalLM", *MOLMO_NAMES):
         return (family_of_molmo if names[0] in MOLMO_NAMES else family_of_falcon)(config)
     if names[0] in T5_NAMES:
@@ -415,7 +404,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
     if names[0] in TEXTS_OF and kind is not None:
         return look_up(str(kind), TEXTS_OF[names[0]])
     own = TEXT_MODELS.get(str(kind)) or OF_ANOTHER_CLASS.get(str(config.get("model_type")))
-    return own or others.get(names[0]) or look_up(names[0], HF_ARCHITECTURES)
+    return own or HF_BODIES.get(layers) or look_up(layers, HF_ARCHITECTURES)
 
 
 def may_be_tied(config: Mapping[str, Any]) -> bool:

@@ -28,8 +28,8 @@ from nanovllm_cli.quantization.quality import Comparison, Quality
 from nanovllm_cli.quantization.texts import WINDOW, NamedText, windows
 from nanovllm_cli.quantization.vector_quality import (
     AnyQuality,
-    ScoreQuality,
-    VectorQuality,
+    Pooled,
+    class_quality,
     score_quality,
     vector_quality,
 )
@@ -148,7 +148,7 @@ def measure_vectors(
     reading: Reading,
     progress: LoadProgress,
     config: EngineConfig = ON_CPU,
-) -> VectorQuality | ScoreQuality:
+) -> Pooled:
     """config: of both; the dtype auto is the original's own. Raises what loading raises, DoesNotFitError, and UsageError for
     models whose vectors can't be compared."""
     before, dtype = _vectors(original, reading, progress, "reading the text", config)
@@ -158,6 +158,9 @@ def measure_vectors(
             f"one model makes {before.shape[1]} numbers of a text and the other {after.shape[1]}", "name two forms of one model"
         )
     scoring = reading.scoring
+    if scoring is None and reading.classes is not None:
+        classes = reading.classes
+        return class_quality(before.numpy(), after.numpy(), lambda numbers: classes.of(numbers).probs, reading.num_tokens)
     if scoring is None:
         return vector_quality(before, after, reading.num_tokens)
     margins = [np.array([scoring.margin(row) for row in rows.tolist()]).reshape(-1, DOCUMENTS) for rows in (before, after)]

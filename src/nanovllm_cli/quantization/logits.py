@@ -20,7 +20,7 @@ from nanovllm_cli.engine.step_batch import build_batch
 from nanovllm_cli.engine.worker import Worker
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError
 from nanovllm_cli.kernels.ops import Addend
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.models.block import Block
 from nanovllm_cli.models.decoder import Decoder
 from nanovllm_cli.progress import LoadProgress
@@ -97,9 +97,10 @@ class MeasuredModel:
             found.append(self._run([self._share(i, ids, start, end, len(ids)) for i, ids, end in parts if start < end], first))
         return torch.cat(found)
 
-    def pooled(self, texts: Sequence[Sequence[int]], seconds: Sequence[int], pooling: Pooling) -> torch.Tensor:
-        """[texts, hidden] float64: each text's rows after the last norm as one, of at_once texts at most, each whole in one step.
-        seconds: of each, where the second of two texts begins that are read together, or 0."""
+    def pooled(self, texts: Sequence[Sequence[int]], seconds: Sequence[int], pooling: Pooled) -> torch.Tensor:
+        """[texts, hidden] float64: each text's rows after the last norm as one, or [tokens, hidden] where nothing is pooled
+        ("each"), of at_once texts at most, each whole in one step. seconds: of each, where the second of two texts begins that
+        are read together, or 0."""
         assert len(texts) <= self.at_once
         whole = [self._share(i, ids, 0, len(ids), len(ids)) for i, ids in enumerate(texts)]
         shares = [share._replace(pooling=pooling, second=second) for share, second in zip(whole, seconds, strict=True)]
@@ -107,6 +108,9 @@ class MeasuredModel:
         self._platform.enter()
         with torch.inference_mode():
             sums = pooled_of(self.model, self.model.run(self.model.prepare(batch), self._cache), owners)
+        if pooling == "each":
+            rows = (torch.tensor(sums[i], dtype=torch.float64) for i in range(len(texts)))
+            return torch.cat([numbers.view(-1, self.model.spec.hidden_size) for numbers in rows])
         counts = [len(ids) if pooling == "mean" else 1 for ids in texts]
         return torch.tensor([[number / count for number in sums[i]] for i, count in enumerate(counts)], dtype=torch.float64)
 

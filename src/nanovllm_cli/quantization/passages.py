@@ -1,5 +1,5 @@
-"""What a model that embeds or ranks reads for a quality card: passages of a text, and pairs of a query and a passage. With pairs
-rerankers are calibrated, too.
+"""What a model that embeds, ranks or classifies reads for a quality card: passages of a text, and pairs of a query and a passage.
+With pairs rerankers are calibrated, too.
 
     passage     sentences and lines one behind the other, as they stand in the text, up to PASSAGE tokens with what the tokenizer
                 puts around them; what is longer by itself is cut at a space. One that was there before is left out
@@ -23,6 +23,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.quantization.texts import NamedText, documents
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
+from nanovllm_cli.weights.classes import Classes, classes_of
 from nanovllm_cli.weights.pooling import embedding_of, use_of
 from nanovllm_cli.weights.scoring import Scoring, scoring_of, second_text_of
 from nanovllm_cli.weights.tokenizer import check_size
@@ -36,11 +37,12 @@ _ENDS = re.compile(r"[.!?]\s+|[。！？]|\n+")
 @dataclass(frozen=True, slots=True)
 class Reading:
     """ids: of each text, or pair. seconds: of each, where the second of two texts begins, or 0. scoring: of a reranker, whose
-    pairs come DOCUMENTS with the same query at a time."""
+    pairs come DOCUMENTS with the same query at a time. classes: of a classifier, that of one label being a reranker."""
 
     ids: Sequence[Sequence[int]]
     seconds: Sequence[int]
     scoring: Scoring | None = None
+    classes: Classes | None = None
 
     @property
     def num_tokens(self) -> int:
@@ -74,7 +76,7 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
     UsageError for such a one, UnsupportedError where the model can make neither vectors nor scores here, DoesNotFitError where a
     reranker's context has no room for a pair.
     """
-    use_of(embedding_of(checkpoint), spec)
+    embedding = use_of(embedding_of(checkpoint), spec)
     scoring = scoring_of(checkpoint, tokenizer)
     check_size(tokenizer, spec.vocab_size)
     limit = min(cut.passage, spec.max_position)
@@ -89,8 +91,8 @@ def reading_of(checkpoint: Checkpoint, spec: ModelSpec, tokenizer: Tokenizer, te
         told = f"{len(taken)} {called} of at most {limit} tokens, and {least} are needed"
         raise UsageError(f"{text.name} is too short: {told}", hint)
     ids = [each for group in taken for each in group]
-    second_text = second_text_of(scoring, tokenizer, spec)
-    return Reading(ids, [0 if second_text is None else second_text(each) for each in ids], scoring)
+    second_text = second_text_of(embedding, tokenizer, spec)
+    return Reading(ids, [0 if second_text is None else second_text(each) for each in ids], scoring, classes_of(checkpoint))
 
 
 def passages(

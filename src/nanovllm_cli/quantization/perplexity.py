@@ -26,7 +26,7 @@ from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.quantization.passages import Cut, embeds, reading_of
 from nanovllm_cli.quantization.quality import Likelihood, Perplexity, Quality
 from nanovllm_cli.quantization.texts import NamedText
-from nanovllm_cli.quantization.vector_quality import ScoreQuality, VectorQuality
+from nanovllm_cli.quantization.vector_quality import Pooled
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
 
@@ -152,7 +152,7 @@ def by_vectors(one: Original, other: Original) -> bool:
 
 def compare_vectors(
     one: Original, other: Original, text: NamedText, cut: Cut, progress: LoadProgress, config: EngineConfig
-) -> VectorQuality | ScoreQuality:
+) -> Pooled:
     """What `other` has lost: see card.measure_vectors. UsageError for models that read other tokens, or of which one
     embeds and the other ranks; RequestError where vectors are no numbers."""
     hint = "give a longer text, or another --ctx-size"
@@ -160,6 +160,8 @@ def compare_vectors(
     if (readings[0].scoring is None) != (readings[1].scoring is None):
         raise UsageError("one model makes vectors and the other scores", "name two forms of one model")
     check_same_ids(*([token for ids in reading.ids for token in ids] for reading in readings))
+    if readings[0].classes != readings[1].classes:
+        raise UsageError("the two models have other labels", "name two forms of one model")
     found = measure_vectors(one.checkpoint, other.checkpoint, readings[0], progress, config)
     if not found.is_finite:
         raise _not_finite("vectors")

@@ -1,9 +1,11 @@
-"""What quantization did to vectors of texts, and to scores of pairs, as numbers: the quantized model's against the original's.
+"""What quantization did to vectors of texts, to scores of pairs and of labels, as numbers: the quantized model's against the
+original's.
 
     cosine          of a passage's two vectors, u and v of length 1, in float64: 1 - |u - v|² / 2, which is u·v
     nearest         of each passage, the others by the cosine in one model, the earlier first among equals: what a search finds
     before sigmoid  differences of what a reranker's head gives; where it says yes or no, of the logits of the two
     best            of each query the document with the largest score, the first among equals
+    label           of each text that of the largest number, the first among equals
 
 Not covered: where vectors come from (`card.py`), which texts (`passages.py`).
 """
@@ -11,7 +13,7 @@ Not covered: where vectors come from (`card.py`), which texts (`passages.py`).
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -104,7 +106,49 @@ class ScoreQuality:
         ]
 
 
-AnyQuality = Quality | VectorQuality | ScoreQuality
+@dataclass(frozen=True, slots=True)
+class ClassQuality:
+    """texts, or tokens, where each has a label; labels; tokens: what was compared. number_*: differences of what the head gives;
+    score_*: of scores as they are given out; without signs. same_label: share of texts whose likeliest label is the same, 0 to 1.
+    """
+
+    texts: int
+    labels: int
+    tokens: int
+    number_mean: float
+    number_max: float
+    score_mean: float
+    score_max: float
+    same_label: float
+
+    @property
+    def is_finite(self) -> bool:
+        return math.isfinite(self.number_mean)
+
+    @property
+    def loss(self) -> tuple[str, float]:
+        """Its name, and what is 0 where nothing was lost."""
+        return "the mean difference of scores", self.score_mean
+
+    def extent(self, text: str) -> str:
+        """What was measured on, for people."""
+        if self.texts == self.tokens:
+            return f"{self.labels} labels of each of {self.tokens} tokens of {text}"
+        return f"{self.labels} labels of {self.texts} passages of {text}, {self.tokens} tokens"
+
+    def figures(self, before: str = "before", after: str = "after") -> list[tuple[str, str]]:
+        """Names and values, for people."""
+        return [
+            ("difference of the head's numbers, mean", f"{self.number_mean:.5f}"),
+            ("difference of the head's numbers, largest", f"{self.number_max:.5f}"),
+            ("difference of scores, mean", f"{self.score_mean:.5f}"),
+            ("difference of scores, largest", f"{self.score_max:.5f}"),
+            ("same likeliest label", f"{self.same_label:.2%}"),
+        ]
+
+
+Pooled = VectorQuality | ScoreQuality | ClassQuality
+AnyQuality = Quality | Pooled
 
 
 def vector_quality(before: torch.Tensor, after: torch.Tensor, tokens: int) -> VectorQuality:
@@ -139,6 +183,24 @@ def score_quality(before: Numbers, after: Numbers, score: Callable[[float], floa
         score_mean=float(scores.mean()),
         score_max=float(scores.max()),
         same_best=float((before.argmax(1) == after.argmax(1)).mean()),
+    )
+
+
+def class_quality(
+    before: Numbers, after: Numbers, shares: Callable[[Sequence[float]], Sequence[float]], tokens: int
+) -> ClassQuality:
+    """Numbers of labels [texts, labels] of the same texts. shares: the scores that are given out for those of a text."""
+    numbers = np.abs(before - after)
+    scores = np.abs(np.array([shares(row) for row in before.tolist()]) - np.array([shares(row) for row in after.tolist()]))
+    return ClassQuality(
+        texts=before.shape[0],
+        labels=before.shape[1],
+        tokens=tokens,
+        number_mean=float(numbers.mean()),
+        number_max=float(numbers.max()),
+        score_mean=float(scores.mean()),
+        score_max=float(scores.max()),
+        same_label=float((before.argmax(1) == after.argmax(1)).mean()),
     )
 
 

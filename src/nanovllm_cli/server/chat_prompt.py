@@ -88,8 +88,9 @@ async def _images(
 
 def _begun(model: ServedModel, asked: ChatAsked) -> _Begun | TokenIds:
     """All of the prompt, where there are no images to be read."""
-    if not model.facts.has_head:
-        raise ApiError(400, f"the model {model.id!r} embeds or ranks texts, and answers nothing", code="unsupported")
+    if asked.draws and not model.facts.has_head:
+        does = "tells classes of" if model.facts.classifies and not model.facts.ranks else "embeds or ranks"
+        raise ApiError(400, f"the model {model.id!r} {does} texts, and answers nothing", code="unsupported")
     if model.facts.hearing is not None and model.facts.hearing.leads:
         told = f"the model {model.id!r} writes down what is said: use /v1/audio/transcriptions"
         raise ApiError(400, told, code="unsupported")
@@ -124,7 +125,7 @@ def _encoded(model: ServedModel, asked: ChatAsked, begun: _Begun, images: Sequen
             template,
             begun.messages,
             tools=template_tools(asked.tools, template, known) if asked.tools and asked.tool_choice != "none" else None,
-            add_generation_prompt=not asked.continues,
+            add_generation_prompt=asked.opens and not asked.continues,
             continue_final_message=asked.continues,
             most_tokens=model.facts.context_len,
             images=images,

@@ -23,7 +23,7 @@ from nanovllm_cli.config import Lora
 from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.errors import NanovllmError, PromptTooLongError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, draining
 from nanovllm_cli.server.engine_stream import EngineStream
@@ -260,7 +260,7 @@ class EngineClient:
     async def embed(
         self,
         prompt_ids: Sequence[int],
-        pooling: Pooling | Alignment,
+        pooling: Pooled | Alignment,
         *,
         priority: int = 0,
         cache_salt: str | None = None,

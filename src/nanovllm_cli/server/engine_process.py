@@ -240,6 +240,7 @@ def _facts(llm: LLM, config: EngineConfig) -> Facts:
         pooling=llm.pooling,
         has_head=llm.spec.has_head,
         ranks=llm.embedding.ranks,
+        classifies=bool(llm.embedding.labels),
         vision=llm.vision,
         hearing=llm.hearing,
     )

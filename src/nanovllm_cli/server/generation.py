@@ -21,7 +21,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.engine.vectors import unit
 from nanovllm_cli.errors import UsageError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import ApiError, too_long
 from nanovllm_cli.server.chat_prompt import MOST_AT_ONCE, chat_prompt
@@ -109,7 +109,7 @@ class Generator:
         self,
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
-        pooling: Pooling,
+        pooling: Pooled,
         caller: Caller,
         *,
         priority: int = 0,

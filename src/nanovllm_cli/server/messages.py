@@ -15,7 +15,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.outputs import EngineStats, FinishReason
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.hearing_spec import HearingSpec, Senses
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_fields import LogitBias
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.vision_spec import PlacedImage, VisionSpec
@@ -61,7 +61,7 @@ class Embed(Message):
 
     request_id: int
     prompt_ids: list[int]
-    pooling: Pooling | Alignment
+    pooling: Pooled | Alignment
     priority: int = 0
     lora: list[Lora] = []
     cache_salt: str | None = None
@@ -82,8 +82,8 @@ class Keep(Message):
 class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. vector_size: numbers
     that it makes of a text. pooling: of texts that are embedded, where a request doesn't say. has_head: whether it answers at
-    all, and does not embed alone. ranks: whether it is a reranker, which does not even that. vision: of one that reads images;
-    hearing: of one that hears."""
+    all, and does not embed alone. ranks: whether it is a reranker, which does not even that; classifies: whether it has labels.
+    vision: of one that reads images; hearing: of one that hears."""
 
     context_len: int
     vocab_size: int
@@ -95,9 +95,10 @@ class Facts(Message):
     dtype: str
     device: str
     max_num_seqs: int
-    pooling: Pooling = "mean"
+    pooling: Pooled = "mean"
     has_head: bool = True
     ranks: bool = False
+    classifies: bool = False
     vision: VisionSpec | None = None
     hearing: HearingSpec | None = None
 

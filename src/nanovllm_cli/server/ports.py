@@ -20,7 +20,7 @@ from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.outputs import EngineStats
 from nanovllm_cli.engine.plan import TokenLogprobs
 from nanovllm_cli.errors import PromptTooLongError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled
 from nanovllm_cli.sampling_params import SamplingParams
 from nanovllm_cli.server.api_error import invalid_value, too_long
 from nanovllm_cli.server.messages import Facts, Output
@@ -29,6 +29,7 @@ from nanovllm_cli.text.chat_template import ChatTemplate, Message
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.text.tool_calls import ToolCallDelta, ToolChoice
 from nanovllm_cli.vision_spec import TokenIds
+from nanovllm_cli.weights.classes import Classes
 from nanovllm_cli.weights.scoring import Scoring
 
 LATEST = ":latest"
@@ -86,7 +87,7 @@ class EnginePort(Protocol):
     async def embed(
         self,
         prompt_ids: Sequence[int],
-        pooling: Pooling | Alignment,
+        pooling: Pooled | Alignment,
         *,
         priority: int = 0,
         cache_salt: str | None = None,
@@ -108,9 +109,9 @@ class ServedModel:
     """A model that is ready, as routes use it. default_params: its own generation settings under those of the command line.
 
     thinking_switch: the template's variable that turns reasoning on and off, if it has one. format: how it writes reasoning and
-    calls; None where it has no template. scoring: of a reranker, which embeds nothing. generation_config: its files', which
-    say how a Whisper writes. lora_modules: names of the adapters that its requests may choose; one of them under its own name
-    is chosen by default_params.
+    calls; None where it has no template. scoring: of a reranker, which embeds nothing; classes: of one with labels.
+    generation_config: its files', which say how a Whisper writes. lora_modules: names of the adapters that its requests may
+    choose; one of them under its own name is chosen by default_params.
     """
 
     id: str
@@ -123,6 +124,7 @@ class ServedModel:
     thinking_switch: str | None = None
     format: AnswerFormat | None = None
     scoring: Scoring | None = None
+    classes: Classes | None = None
     chat_defaults: ChatDefaults = ChatDefaults()
     generation_config: Mapping[str, Any] = field(default_factory=dict)
     lora_modules: tuple[str, ...] = ()
@@ -173,6 +175,7 @@ class TextSide(NamedTuple):
     thinking_switch: str | None
     format: AnswerFormat | None
     scoring: Scoring | None = None
+    classes: Classes | None = None
     chat_defaults: ChatDefaults = ChatDefaults()
     generation_config: Mapping[str, Any] = MappingProxyType({})
 
@@ -275,6 +278,7 @@ class ChatAsked:
     param: what the conversation is called in its client's request, for errors. image_paths: where the images of its messages are
     in that request, in their order; empty where that is their place in `messages`. sound_path: the same of its only sound.
     tells_reading: steps that only read the prompt are told, too: without events, by `Generation.reading`.
+    opens: the prompt ends where the next turn begins. draws: and that is drawn; else the model judges what it reads.
     """
 
     messages: Sequence[Message]
@@ -298,6 +302,8 @@ class ChatAsked:
     image_paths: Sequence[str] = ()
     sound_path: str | None = None
     tells_reading: bool = False
+    opens: bool = True
+    draws: bool = True
 
 
 @dataclass(frozen=True, slots=True)
@@ -415,7 +421,7 @@ class Generates(Protocol):
         self,
         model: ServedModel,
         texts: Sequence[str | Sequence[int]],
-        pooling: Pooling,
+        pooling: Pooled,
         caller: Caller,
         *,
         priority: int = 0,

@@ -191,6 +191,7 @@ async def _scores(
     embed, priority = context.generates.embed, body.priority or 0
     scoring, most = model.scoring, body.truncate_prompt_tokens
     if scoring is None:
+        check_embeds(model)
         asked, pooling = [*queries, *documents], body.pooling or model.facts.pooling
         vectors, count = await embed(model, asked, pooling, caller, priority=priority, most=most)
         pairs = zip(_each(vectors[: len(queries)], documents), vectors[len(queries) :], strict=True)
@@ -253,6 +254,9 @@ def _each(queries: Sequence[T], documents: Sequence[object]) -> Sequence[T]:
 def check_embeds(model: ServedModel) -> None:
     if model.scoring is not None:
         raise ApiError(400, f"{model.id} is a reranker, which makes no vectors: POST /v1/rerank", code="unsupported")
+    if model.classes is not None:
+        does = "labels tokens, and makes" if model.classes.each else "is a classifier (POST /classify), which makes"
+        raise ApiError(400, f"{model.id} {does} no vectors", code="unsupported")
 
 
 def first_numbers(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

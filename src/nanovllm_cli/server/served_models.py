@@ -41,6 +41,7 @@ from nanovllm_cli.text.answer_format import AnswerFormat, model_format
 from nanovllm_cli.text.chat_template import ChatTemplate, check_variables
 from nanovllm_cli.text.reasoning import thinking_switch
 from nanovllm_cli.weights.checkpoint import open_checkpoint
+from nanovllm_cli.weights.classes import classes_of
 from nanovllm_cli.weights.reading import own_settings
 from nanovllm_cli.weights.scoring import scoring_of
 from nanovllm_cli.weights.tokenizer import load_tokenizer
@@ -385,6 +386,7 @@ def open_text_side(settings: ModelSettings) -> TextSide:
         tokenizer = load_tokenizer(checkpoint)
         generation_config = own_settings(checkpoint, tokenizer.languages)
         scoring = scoring_of(checkpoint, tokenizer, settings.chat_template)
+        classes = classes_of(checkpoint)
     template = None
     if settings.chat_template is not None or "default" in tokenizer.chat_templates:
         template = ChatTemplate.of(tokenizer, settings.chat_template)
@@ -392,7 +394,7 @@ def open_text_side(settings: ModelSettings) -> TextSide:
     params = SamplingParams.from_generation_config(generation_config, vocab_size=tokenizer.vocab_size)
     switch = None if template is None else thinking_switch(template.source)
     chat = _chat_defaults(settings, switch, known)
-    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring, chat, generation_config)
+    return TextSide(tokenizer, template, params.under(settings.given), switch, known, scoring, classes, chat, generation_config)
 
 
 def _chat_defaults(settings: ModelSettings, switch: str | None, known: AnswerFormat | None) -> ChatDefaults:

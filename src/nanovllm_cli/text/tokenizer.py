@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import re
 import secrets
-from collections.abc import Collection, Iterable, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -33,6 +33,15 @@ class Pair(NamedTuple):
 
     ids: list[int]
     second: int
+
+
+class Placed(NamedTuple):
+    """A text's own tokens. places: where in the text the characters of each are; several may share one. words: which one each is
+    a part of, where the vocabulary is one of words and their parts (WordPiece); else None."""
+
+    ids: list[int]
+    places: list[tuple[int, int]]
+    words: list[int | None]
 
 
 class Tokenizer:
@@ -130,6 +139,17 @@ class Tokenizer:
         one, other = map(self._known, _run_all(self._plain, [first, second]))
         before = [*self._prefix_ids, *one, *self._between_ids]
         return Pair([*before, *other, *self._suffix_ids], len(before))
+
+    def placed(self, text: str) -> Placed:
+        """A text's ids, without what the vocabulary puts around it, with where each stands. Control tokens written in it are
+        ordinary characters. Raises UsageError for a text that is not valid Unicode."""
+        (found,) = _encoded(self._plain.encode_batch, [text])
+        has_words = isinstance(self._backend.model, models.WordPiece)
+        return Placed(self._known(found.ids), found.offsets, found.word_ids if has_words else [None] * len(found.ids))
+
+    def around(self, ids: Sequence[int]) -> list[int]:
+        """With what the vocabulary puts around a text."""
+        return [*self._prefix_ids, *ids, *self._suffix_ids]
 
     def second_text(self, ids: Sequence[int]) -> int:
         """Where the second text's own ids begin, of a pair's; 0 of a text alone."""
@@ -296,15 +316,18 @@ def _run(backend: tokenizers.Tokenizer, text: str) -> list[int]:
 
 
 def _run_all(backend: tokenizers.Tokenizer, texts: Sequence[str]) -> list[list[int]]:
+    return [encoding.ids for encoding in _encoded(backend.encode_batch_fast, texts)]
+
+
+def _encoded(encode: Callable[..., list[tokenizers.Encoding]], texts: Sequence[str]) -> list[tokenizers.Encoding]:
     if not all(isinstance(text, str) for text in texts):  # a pair of texts would be taken as well
         _check_texts(texts)
     with guard_library("the tokenizer"):
         try:
-            encoded = backend.encode_batch_fast(list(texts), add_special_tokens=False)
+            return encode(list(texts), add_special_tokens=False)
         except TypeError:
             _check_texts(texts)
             raise
-    return [encoding.ids for encoding in encoded]
 
 
 def _check_texts(texts: Iterable[object]) -> None:

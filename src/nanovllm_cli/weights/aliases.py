@@ -34,6 +34,12 @@ _FAMILIES: dict[str, dict[str, str]] = {
     "all-mpnet": {"110m": "sentence-transformers/all-mpnet-base-v2"},
     "bge": {"small": "BAAI/bge-small-en-v1.5", "base": "BAAI/bge-base-en-v1.5", "large": "BAAI/bge-large-en-v1.5"},
     "bge-reranker": {"v2-m3": "BAAI/bge-reranker-v2-m3"},
+    "bert-ner": {"base": "dslim/bert-base-NER", "large": "dslim/bert-large-NER"},
+    "distilbert-sst2": {"67m": "distilbert/distilbert-base-uncased-finetuned-sst-2-english"},
+    "go-emotions": {"base": "SamLowe/roberta-base-go_emotions"},
+    "language-detection": {"base": "papluca/xlm-roberta-base-language-detection"},
+    "privacy-filter": {"1.5b": "openai/privacy-filter"},
+    "skywork-reward": _sizes("Skywork/Skywork-Reward-V2-Qwen3-*", "0.6B 1.7B 4B 8B"),
     "embeddinggemma": {"300m": "google/embeddinggemma-300m"},
     "granite-embedding": {
         "small": "ibm-granite/granite-embedding-small-english-r2",

@@ -282,7 +282,7 @@ def _add_pooling(builder: HeaderBuilder, embedding: Embedding) -> list[str]:
     if embedding.refusal is not None:
         return [f"how it makes vectors of texts: {embedding.refusal.message}"]
     if embedding.pooling is not None:
-        builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling])
+        builder.add_pooling_type(GGUF_POOLINGS[embedding.pooling_of_texts])
     prompts = sorted(name for name, text in embedding.prompts.items() if text)
     notes = [f"prompts of texts to be embedded: {some(prompts)}"] if prompts else []
     unread = embedding.layers and not builder.arch.startswith("gemma-embedding")
@@ -293,20 +293,20 @@ def _add_dense(
     builder: HeaderBuilder, checkpoint: Checkpoint, embedding: Embedding, family: Family
 ) -> dict[str, torch.Tensor]:
     """What vectors pass through behind the pooling. UnsupportedError for what has no place: most of it."""
+    further = read_further(checkpoint, embedding.layers)
     if (matrix := family.vector_names.get("gguf")) is not None and len(embedding.layers) == 1:
-        further = read_further(checkpoint, embedding.layers)
         assert further is not None
         weight = further.layers[0].weight
         builder.add_uint32(f"{builder.arch}.embedding_length_out", len(weight))
         return {matrix: weight}
-    if embedding.ranks:
-        head = read_further(checkpoint, embedding.layers)
-        assert head is not None
+    if embedding.judges:
+        assert further is not None
         builder.add_pooling_type(PoolingType.RANK)
-        return gguf_head(checkpoint, head.layers, builder.arch)
+        if not embedding.ranks:
+            builder.add_array(f"{builder.arch}.classifier.output_labels", list(embedding.labels))
+        return gguf_head(checkpoint, further.layers, builder.arch)
     if not gguf_sayable(embedding.layers) or matrix is not None:
         raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for its dense layers", "keep the model as a folder")
-    further = read_further(checkpoint, embedding.layers)
     tensors, sizes = ({}, {}) if further is None else as_gguf(further)
     for key, size in sizes.items():
         builder.add_uint32(f"{builder.arch}.{key}", size)

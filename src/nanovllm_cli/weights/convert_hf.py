@@ -87,7 +87,7 @@ def hf_files(checkpoint: Checkpoint, spec: ModelSpec, family: Family, dtype: tor
         "config.json": as_json(config),
         "generation_config.json": as_json(_generation(checkpoint, tokenizer)),
         **tokenizer.files,
-        **({} if pooling is None else folder_files(pooling, spec.hidden_size)),
+        **({} if pooling is None else folder_files(embedding.pooling_of_texts, spec.hidden_size)),
     }
     said = {name: metadata[key] for key, name in _CARD.items() if isinstance(metadata.get(key), str | list)}
     origins = _origins(metadata)

@@ -17,6 +17,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import numpy as np
 import torch
 from gguf.constants import PoolingType
 from torch.nn import functional
@@ -91,11 +92,11 @@ class DenseLayer(NamedTuple):
     unit: bool = False
 
     def __call__(self, vector: torch.Tensor) -> torch.Tensor:
-        """[in] -> [out]."""
+        """[…, in] -> […, out]."""
         if self.unit:
-            vector = functional.normalize(vector, dim=0)
+            vector = functional.normalize(vector, dim=-1)
         out = ACTIVATIONS[self.activation](functional.linear(vector, self.weight, self.bias))
-        return out if self.gain is None else functional.layer_norm(out, out.shape, self.gain, self.shift, self.eps)
+        return out if self.gain is None else functional.layer_norm(out, out.shape[-1:], self.gain, self.shift, self.eps)
 
 
 class Further:
@@ -105,10 +106,11 @@ class Further:
         self.layers = tuple(layers)
 
     def __call__(self, vector: Sequence[float]) -> tuple[float, ...]:
-        numbers = torch.tensor(vector, dtype=torch.float32)
+        """Of a vector, or of several one behind the other."""
+        numbers = torch.from_numpy(np.array(vector, np.float32)).view(-1, self.layers[0].weight.shape[1])
         for layer in self.layers:
             numbers = layer(numbers)
-        return tuple(numbers.tolist())
+        return tuple(numbers.flatten().tolist())
 
 
 def read_further(checkpoint: Checkpoint, layers: Sequence[Layer]) -> Further | None:

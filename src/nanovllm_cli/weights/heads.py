@@ -1,14 +1,17 @@
-"""Heads that make a score of a query and a document that a model has read together, in place of tokens.
+"""Heads that make a number for each label in place of tokens: of a text, of a query and a document read together, or of each
+token of a text.
 
-    folders     *ForSequenceClassification of one label, as transformers has it: see `_HEADS`
+    folders     *ForSequenceClassification, *ForTokenClassification, as transformers has them: see `_HEADS`
     GGUF        pooling_type rank: cls.output.weight, and for encoders cls.weight with an activation before it (llama.cpp)
 
-A head is further layers of a pooled vector (`further.py`). What becomes of its numbers, and what the model reads, `scoring.py`
-says. Not covered: classifiers of several labels, which rank nothing.
+A head is further layers of a pooled vector, or of each token's (`further.py`). One of a single label ranks: what becomes of its
+number, and what the model reads, `scoring.py` says. All that have labels classify texts, `classes.py`, or tokens, `spans.py`.
 """
 
 from __future__ import annotations
 
+import math
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -17,7 +20,8 @@ import torch
 from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
-from nanovllm_cli.model_spec import Pooling
+from nanovllm_cli.model_spec import Pooled, Pooling
+from nanovllm_cli.models.classifiers import OF_TEXTS, OF_TOKENS
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import PROMPTS, folder_of
 from nanovllm_cli.weights.further import ACTIVATIONS, DenseLayer, Layer, Norm, activation_of, check_shapes, shapes_of
@@ -25,6 +29,9 @@ from nanovllm_cli.weights.json_file import MAX_CONFIG_BYTES, read_json_file
 
 Outcome = Literal["yes", "sigmoid", "identity"]
 """Of a head's numbers: the probability of the first against the second, that of the only one, or the only one itself."""
+
+Shares = Literal["softmax", "sigmoid", "identity"]
+"""Of the numbers of labels: probabilities of which one it is, of each by itself, or the numbers."""
 
 RANKS = "cls.output.weight"
 """The last rows of a reranker's head in GGUF files."""
@@ -34,19 +41,34 @@ QUERY, DOCUMENT = "{query}", "{document}"
 _GGUF_ENCODERS = {"bert": "tanh", "jina-bert-v2": "tanh", "modern-bert": "gelu"}
 """Architectures that read both ways -> the activation behind cls.weight."""
 _BROKEN = "the model is damaged: download it again"
-_ONE = "a reranker has one label"
+_UNNAMED = "llama.cpp's files have labels in ARCHITECTURE.classifier.output_labels"
+_WIDTHS = ("hidden_size", "dim", "n_embd")
+MAX_LABELS = 1 << 16
+_LONGEST_LABEL = 200
 _OTHERS = "Qwen3-Reranker is; or take a model that embeds: /v1/rerank goes by its vectors"
 
 
 class Head(NamedTuple):
-    """pooling: the vector that goes through the layers. pairs: whether query and document are a pair of the tokenizer's, as
-    encoders are taught it. template: a text around them that has QUERY and DOCUMENT in it, each once."""
+    """pooling: the vector that goes through the layers. outcome: of one that ranks. pairs: whether two texts are a pair of the
+    tokenizer's, as encoders are taught it. template: a text around them that has QUERY and DOCUMENT in it, each once. labels: of
+    its numbers, in their order; none where it does nothing but rank."""
 
-    pooling: Pooling
+    pooling: Pooled
     layers: tuple[Layer, ...]
     outcome: Outcome
     pairs: bool = False
     template: str | None = None
+    labels: tuple[str, ...] = ()
+    shares: Shares = "softmax"
+
+    @property
+    def ranks(self) -> bool:
+        """Whether what it says is how well a document answers a query."""
+        return len(self.labels) < 2 and not self.tells_tokens
+
+    @property
+    def tells_tokens(self) -> bool:
+        return self.pooling == "each"
 
 
 class _Part(NamedTuple):
@@ -61,13 +83,13 @@ class _Part(NamedTuple):
 
 _ROW = (_Part("score", False),)
 _ROBERTA = (_Part("classifier.dense", True, "tanh"), _Part("classifier.out_proj", True))
+_EACH_ROW = (_Part("score", True),)
+_EACH_CLASS = (_Part("classifier", True),)
+_REWARD = (_Part("score.0", True, "relu"), _Part("score.2", True))
 _HEADS: dict[str, tuple[_Part, ...]] = {
-    "GemmaForSequenceClassification": _ROW,
-    "LlamaForSequenceClassification": _ROW,
-    "MistralForSequenceClassification": _ROW,
-    "Qwen2ForSequenceClassification": _ROW,
-    "Qwen3ForSequenceClassification": _ROW,
     "BertForSequenceClassification": (_Part("bert.pooler.dense", True, "tanh"), _Part("classifier", True)),
+    "CamembertForSequenceClassification": _ROBERTA,
+    "DistilBertForSequenceClassification": (_Part("pre_classifier", True, "relu"), _Part("classifier", True)),
     "MPNetForSequenceClassification": _ROBERTA,
     "RobertaForSequenceClassification": _ROBERTA,
     "XLMRobertaForSequenceClassification": _ROBERTA,
@@ -75,8 +97,15 @@ _HEADS: dict[str, tuple[_Part, ...]] = {
         _Part("head.dense", "classifier_bias", None, "head.norm"),
         _Part("classifier", True),
     ),
+    "Qwen2ForRewardModel": _REWARD,
+    **dict.fromkeys((name for name in OF_TOKENS if re.match("Bert|Camembert|Distil|MPNet|Roberta|XLM", name)), _EACH_CLASS),
+    "ModernBertForTokenClassification": (
+        _Part("head.dense", "classifier_bias", None, "head.norm"),
+        _Part("classifier", True),
+    ),
 }
-"""Decoders have a row for the last token; encoders layers for the first one, or for the mean."""
+"""Encoders have layers for the first token, or for the mean; decoders, if they are not here, a row a label for the last one."""
+_OF_THE_LAST = (_ROW, _REWARD)
 
 
 def classifies(checkpoint: Checkpoint) -> bool:
@@ -85,11 +114,11 @@ def classifies(checkpoint: Checkpoint) -> bool:
     if checkpoint.format == "gguf":
         return bool(config.get(f"{config.get('general.architecture')}.pooling_type") == PoolingType.RANK)
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in _HEADS
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in OF_TEXTS | OF_TOKENS
 
 
 def head_of(checkpoint: Checkpoint) -> Head | None:
-    """None of a model that does not rank. UnsupportedError for one that does so otherwise, CheckpointError for a broken one."""
+    """None of a model without one. UnsupportedError for one that is used otherwise, CheckpointError for a broken one."""
     if not classifies(checkpoint):
         return None
     return _of_gguf(checkpoint) if checkpoint.format == "gguf" else _of_folder(checkpoint)
@@ -104,10 +133,14 @@ def head_tensors(checkpoint: Checkpoint) -> set[str]:
         return {RANKS} | ({f"cls.{name}" for name in ("weight", "bias", "norm.weight", "output.bias")} if encodes else set())
     config = checkpoint.config
     found = set()
-    for part in _HEADS[config["architectures"][0]]:
+    for part in _parts(config):
         found |= _names(part.name, part.bias, config)
         found |= set() if part.norm is None else _names(part.norm, "norm_bias", config)
     return found
+
+
+def sigmoid(number: float) -> float:
+    return 1 / (1 + math.exp(-number)) if number >= 0 else math.exp(number) / (1 + math.exp(number))
 
 
 def gguf_head(checkpoint: Checkpoint, layers: Sequence[DenseLayer], arch: str) -> dict[str, torch.Tensor]:
@@ -117,8 +150,10 @@ def gguf_head(checkpoint: Checkpoint, layers: Sequence[DenseLayer], arch: str) -
     *inner, last = layers
     activation, pooling = _GGUF_ENCODERS.get(arch), _gguf_pooling(arch)
     alike = all(layer.activation == activation and layer.shift is None and not layer.unit for layer in inner)
-    if not head.pairs or activation is None or not alike or head.pooling != pooling or head.outcome != "sigmoid":
-        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for how it ranks", "keep the model as a folder")
+    usual = head.outcome == "sigmoid" if head.ranks else head.shares == "softmax"
+    if not head.pairs or activation is None or not alike or head.pooling != pooling or not usual or len(inner) > 1:
+        does = "ranks" if head.ranks else "tells classes"
+        raise UnsupportedError(f"{checkpoint.path}: GGUF has no place for how it {does}", "keep the model as a folder")
     named = {RANKS: last.weight, "cls.output.bias": last.bias}
     for layer in inner:
         named |= {"cls.weight": layer.weight, "cls.bias": layer.bias, "cls.norm.weight": layer.gain}
@@ -138,24 +173,48 @@ def _said(flag: bool | str, config: Mapping[str, Any]) -> bool:
     return flag if isinstance(flag, bool) else config.get(flag, False) is True
 
 
+def _parts(config: Mapping[str, Any]) -> tuple[_Part, ...]:
+    name = config["architectures"][0]
+    return _HEADS.get(name, _ROW if name in OF_TEXTS else _EACH_ROW)
+
+
 def _of_folder(checkpoint: Checkpoint) -> Head:
-    config, architecture = checkpoint.config, checkpoint.config["architectures"][0]
-    parts = _HEADS[architecture]
+    config, path = checkpoint.config, checkpoint.path
+    parts = _parts(config)
     last = f"{parts[-1].name}.weight"
-    rows = next(iter(shapes_of(checkpoint, [last]).get(last, ())), 0)
-    labels = config.get("id2label")
-    if rows > 1:
-        raise UnsupportedError(f"{checkpoint.path}: a classifier of {rows} labels, which ranks nothing", _ONE)
-    if rows and isinstance(labels, Mapping) and len(labels) != rows:
-        raise CheckpointError(f"{checkpoint.path}: config.json has {len(labels)} labels, {last} one row", _BROKEN)
-    width, layers = config.get("hidden_size"), []
+    rows = next(iter(shapes_of(checkpoint, [last]).get(last, ())), 1)
+    width, layers = next((config[key] for key in _WIDTHS if key in config), None), []
     if type(width) is not int:
-        raise CheckpointError(f"{checkpoint.path}: config.json has no 'hidden_size'", _BROKEN)
+        raise CheckpointError(f"{path}: config.json has no 'hidden_size'", _BROKEN)
     for part in parts:
-        layer = _layer(part, config, 1 if part is parts[-1] else width, width, checkpoint.path)
-        check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
+        layer = _layer(part, config, rows if part is parts[-1] else width, width, path)
+        check_shapes(layer, shapes_of(checkpoint, layer.shapes), path)
         layers.append(layer)
-    return Head(_pooling(config, parts, checkpoint.path), tuple(layers), _outcome(checkpoint), parts is not _ROW)
+    pooling = _pooling(config, parts, path)
+    outcome: Outcome = "identity" if rows > 1 or parts is _REWARD or pooling == "each" else _outcome(checkpoint)
+    labels, shares = _labels(config.get("id2label"), rows, f"{path}: config.json"), _shares(config, outcome, rows)
+    return Head(pooling, tuple(layers), outcome, parts not in _OF_THE_LAST, labels=labels, shares=shares)
+
+
+def _labels(said: object, rows: int, where: str) -> tuple[str, ...]:
+    """By their numbers, as transformers calls them where nothing is said. Nothing of theirs does anything in a terminal."""
+    if rows > MAX_LABELS:
+        raise UnsupportedError(f"{where}: {rows} labels", f"at most {MAX_LABELS}")
+    if said is None:
+        return tuple(f"LABEL_{i}" for i in range(rows))
+    named = [said.get(str(i)) for i in range(rows)] if isinstance(said, Mapping) and len(said) == rows else [None]
+    if not all(isinstance(name, str | int | float) for name in named):
+        told = f"has {len(said)} labels" if isinstance(said, Mapping) else "has no table of labels"
+        raise CheckpointError(f"{where} {told}, and its head {rows} row{'s' if rows > 1 else ''}", _BROKEN)
+    return tuple("".join(char if char.isprintable() else " " for char in str(name)[:_LONGEST_LABEL]) for name in named)
+
+
+def _shares(config: Mapping[str, Any], outcome: Outcome, rows: int) -> Shares:
+    """As transformers' pipeline has it; of a single label what its score is."""
+    kind = config.get("problem_type")
+    if kind == "regression" or (rows == 1 and outcome == "identity"):
+        return "identity"
+    return "softmax" if rows > 1 and kind != "multi_label_classification" else "sigmoid"
 
 
 def _layer(part: _Part, config: Mapping[str, Any], rows: int, width: int, path: Path) -> Layer:
@@ -179,8 +238,10 @@ def _eps(config: Mapping[str, Any], key: str, path: Path) -> float:
     return eps
 
 
-def _pooling(config: Mapping[str, Any], parts: tuple[_Part, ...], path: Path) -> Pooling:
-    if parts is _ROW:
+def _pooling(config: Mapping[str, Any], parts: tuple[_Part, ...], path: Path) -> Pooled:
+    if config["architectures"][0] in OF_TOKENS:
+        return "each"
+    if parts in _OF_THE_LAST:
         return "last"
     said: Any = config.get("classifier_pooling", "cls")
     if said not in ("cls", "mean"):
@@ -220,15 +281,21 @@ def _of_gguf(checkpoint: Checkpoint) -> Head:
                 f"{checkpoint.path}: a reranker that does not answer yes or no, in a prompt of its own, is not supported", _OTHERS
             )
         return Head("last", (Layer(RANKS, None, (2, hidden)),), "yes", template=template)
-    if shape != (1, hidden):
-        raise UnsupportedError(f"{checkpoint.path}: a head of the shape {list(shape)}, which ranks nothing", _ONE)
+    rows, said = next(iter(shape), 0), config.get(f"{arch}.classifier.output_labels")
+    if shape != (rows, hidden) or rows < 1:
+        raise CheckpointError(f"{checkpoint.path}: {RANKS} is {list(shape)}, and should be [labels, {hidden}]", _BROKEN)
+    if rows > 1 and said is None:
+        raise UnsupportedError(f"{checkpoint.path}: a head of {rows} labels that have no names", _UNNAMED)
     layers = []
     if "cls.weight" in names:
         norm = None
         if "cls.norm.weight" in names:
             norm = Norm("cls.norm.weight", None, _eps(config, f"{arch}.attention.layer_norm_epsilon", checkpoint.path))
         layers.append(Layer("cls.weight", "cls.bias" if "cls.bias" in names else None, (hidden, hidden), activation, norm))
-    layers.append(Layer(RANKS, "cls.output.bias" if "cls.output.bias" in names else None, (1, hidden)))
+    layers.append(Layer(RANKS, "cls.output.bias" if "cls.output.bias" in names else None, (rows, hidden)))
     for layer in layers:
         check_shapes(layer, shapes_of(checkpoint, layer.shapes), checkpoint.path)
-    return Head(_gguf_pooling(arch), tuple(layers), "sigmoid", pairs=True)
+    listed = {str(i): name for i, name in enumerate(said)} if isinstance(said, list) else said
+    labels = _labels(listed, rows, str(checkpoint.path))
+    outcome: Outcome = "sigmoid" if rows == 1 else "identity"
+    return Head(_gguf_pooling(arch), tuple(layers), outcome, True, labels=labels, shares="sigmoid" if rows == 1 else "softmax")

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError, UsageError
-from nanovllm_cli.model_spec import ModelSpec, Pooling
+from nanovllm_cli.model_spec import ModelSpec, Pooled, Pooling
 from nanovllm_cli.models.registry import HF_BODIES
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import MODULES, PROMPTS, folder_of, some, stays_inside
@@ -37,6 +37,8 @@ _KNOWN = ("Transformer", "Pooling", "Normalize", "Dense")
 """A Normalize at the end changes nothing here: vectors are normalised unless that is not wanted."""
 _DEFAULT_FOLDER = "1_Pooling"
 RANKING = "nanovllm embed MODEL -f FILE --query TEXT ranks texts, LLM.rank and /v1/rerank of a server do"
+MARKING = "nanovllm redact MODEL and LLM.spans find what these mark"
+CLASSIFYING = "nanovllm classify MODEL -f FILE tells classes of texts, LLM.classify and /classify of a server do"
 _PLAIN = "take a reranker that is a transformer and its head alone"
 _BROKEN = "the folder is incomplete or damaged: download it again"
 
@@ -44,16 +46,27 @@ _BROKEN = "the folder is incomplete or damaged: download it again"
 class Embedding(NamedTuple):
     """pooling: None where the files say nothing. prompts: texts by name that stand before one to be embedded. default_prompt:
     the name of the one that does where none is named. pools_prompt: whether the mean goes over a prompt's tokens, too. refusal:
-    why no vectors can be made, where they can't. ranks: scores are made instead, as `scoring_of` says. layers: what a pooled
-    vector goes through, whatever it becomes."""
+    why no vectors can be made, where they can't. ranks: scores are made instead, as `scoring_of` says. labels: and numbers of
+    these, as `classes_of` says. layers: what a pooled vector goes through, whatever it becomes."""
 
-    pooling: Pooling | None = None
+    pooling: Pooled | None = None
     prompts: Mapping[str, str] = MappingProxyType({})
     default_prompt: str | None = None
     pools_prompt: bool = True
     refusal: UnsupportedError | None = None
     ranks: bool = False
+    labels: tuple[str, ...] = ()
     layers: tuple[Layer, ...] = ()
+
+    @property
+    def pooling_of_texts(self) -> Pooling:
+        """The mean where the files say nothing, or of each token."""
+        return "mean" if self.pooling is None or self.pooling == "each" else self.pooling
+
+    @property
+    def judges(self) -> bool:
+        """Whether scores or labels take the place of vectors."""
+        return self.ranks or bool(self.labels)
 
     def width(self, hidden_size: int) -> int:
         """Numbers of a vector, of a model whose layers have so many."""
@@ -80,8 +93,11 @@ def embedding_of(checkpoint: Checkpoint) -> Embedding:
     if (head := head_of(checkpoint)) is not None:
         if checkpoint.format == "hf":
             _check_ranks(folder_of(checkpoint.path))
-        refusal = UnsupportedError(f"{checkpoint.path}: a reranker gives a score in place of a vector", RANKING)
-        return Embedding(head.pooling, refusal=refusal, ranks=True, layers=head.layers)
+        gives, instead = ("a reranker gives a score", RANKING) if head.ranks else ("a classifier gives labels", CLASSIFYING)
+        if head.tells_tokens:
+            gives, instead = "it gives each token a label", MARKING
+        refusal = UnsupportedError(f"{checkpoint.path}: {gives} in place of a vector", instead)
+        return Embedding(head.pooling, refusal=refusal, ranks=head.ranks, labels=head.labels, layers=head.layers)
     own = matrix_of(checkpoint, vector_name(checkpoint))  # of each token before the pooling, which is the same behind it
     if checkpoint.format == "gguf":
         pooling = _gguf_pooling(checkpoint)
@@ -105,7 +121,7 @@ def use_of(embedding: Embedding, spec: ModelSpec) -> Embedding:
         does = "writes down what is said" if spec.encoder is None else "answers what its encoder reads"
         refusal = UnsupportedError(f"a {spec.architecture} model {does}, and embeds nothing", "take another one")
         return embedding._replace(refusal=refusal)
-    if embedding.refusal is not None and not (spec.has_head or embedding.ranks):
+    if embedding.refusal is not None and not (spec.has_head or embedding.judges):
         raise embedding.refusal
     check_width(embedding.layers, spec.hidden_size)
     return embedding
@@ -191,7 +207,7 @@ def _dense(folder: Path) -> tuple[Layer, ...]:
 
 
 def _check_ranks(folder: Path) -> None:
-    """Raises UnsupportedError where a reranker's folder says that more is done than its head does."""
+    """Raises UnsupportedError where the folder of a model with a head says that more is done than that does."""
     kinds = [module["type"] for module in _modules(folder / MODULES)] if (folder / MODULES).is_file() else []
     prompts = _prompts(folder)
     if kinds not in ([], ["Transformer"]):

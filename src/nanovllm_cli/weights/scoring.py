@@ -12,7 +12,6 @@ Control tokens in texts that a template is around stay text. Not covered: prompt
 from __future__ import annotations
 
 import bisect
-import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -22,7 +21,8 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of
+from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of, sigmoid
+from nanovllm_cli.weights.pooling import Embedding
 
 Pair = Callable[[Tokenizer, str, str], list[int]]
 """Token ids of a query and a document that no template is around."""
@@ -78,7 +78,7 @@ class Scoring(NamedTuple):
         """The score of what it is before the sigmoid."""
         if self.outcome == "identity":
             return margin
-        return 1 / (1 + math.exp(-margin)) if margin >= 0 else math.exp(margin) / (1 + math.exp(margin))
+        return sigmoid(margin)
 
 
 def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str | None = None) -> Scoring | None:
@@ -87,7 +87,7 @@ def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str 
     UnsupportedError for one that does so otherwise, UsageError for a template without the two roles.
     """
     head = head_of(checkpoint)
-    if head is None:
+    if head is None or not head.ranks:
         return None
     found = Scoring(head.outcome, in_a_row)
     if chat_template is not None:
@@ -104,14 +104,14 @@ def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str 
     return found._replace(pair=_as_pair) if head.pairs else found
 
 
-def second_text_of(scoring: Scoring | None, tokenizer: Tokenizer, spec: ModelSpec) -> SecondText | None:
-    """What finds the text that is to be marked, of a model that ranks and marks one. What is embedded is one text."""
-    return tokenizer.second_text if scoring is not None and spec.tells_texts_apart else None
+def second_text_of(embedding: Embedding, tokenizer: Tokenizer, spec: ModelSpec) -> SecondText | None:
+    """What finds the text that is to be marked, of a model that judges and marks one. What is embedded is one text."""
+    return tokenizer.second_text if embedding.judges and spec.tells_texts_apart else None
 
 
-def in_a_row(tokenizer: Tokenizer, query: str, document: str) -> list[int]:
+def in_a_row(tokenizer: Tokenizer, query: str, document: str, *, parse_special: bool = True) -> list[int]:
     """Each by itself, one behind the other; what the vocabulary puts around a text is around both."""
-    both = (tokenizer.encode(text, add_special_tokens=False) for text in (query, document))
+    both = (tokenizer.encode(text, add_special_tokens=False, parse_special=parse_special) for text in (query, document))
     around = tokenizer.encode("")
     before = len(tokenizer.prefix_ids)
     return [*around[:before], *(token_id for ids in both for token_id in ids), *around[before:]]

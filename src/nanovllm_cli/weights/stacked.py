@@ -8,7 +8,8 @@
                                                                 altup_proj and altup_unembd_proj
     gpt-oss     mlp.experts.gate_up_proj_blocks [E, 2 N, …]     mlp.experts.5.gate_proj_blocks [N, …], its rows 0, 2, 4, …, and
                                                                 up_proj_blocks, those between; scales and biases alike
-                mlp.experts.gate_up_proj [E, K, 2 N], plain     mlp.experts.5.gate_proj [N, K], turned over
+                mlp.experts.gate_up_proj [E, K, 2 N], plain     mlp.experts.5.gate_proj [N, K], turned over; of the privacy filter
+                                                                gate is the first half
     Qwen3-VL    mlp.experts.gate_up_proj [E, K, 2 N]            mlp.experts.5.gate_proj.weight [N, K], turned over, its first
                                                                 half, and up_proj.weight, the other
     Qwen3.5     mlp.experts.gate_up_proj [E, 2 N, K]            the same, not turned over
@@ -96,6 +97,8 @@ def _gpt_oss(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _
         yield from _halves(f"{place}.{{e}}.{_HALF}", stack, shape[0], None if which == "down" else shape[1])
         return
     parts = {"down": _ALL} if which == "down" else {"gate": _EVEN, "up": _ODD}
+    if which != "down" and config.get("model_type") == "openai_privacy_filter":
+        parts = {"gate": slice(0, shape[-1] // 2), "up": slice(shape[-1] // 2, None)}
     for e in range(shape[0]):
         for part, rows in parts.items():
             yield f"{place}.{e}.{part}_proj{kind}", _Part(stack, e, rows, turned=not kind)
@@ -268,7 +271,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight(?:_scale(?:_inv)?)?)"), 3, _gguf),
         (re.compile(r"(model\.layers\.\d+\.moe\.(?:gate|up|down)_proj)\.(weight_scale_2|input_scale)"), 1, _number_each),
         (
-            re.compile(r"((?:(?:language_model\.)?model|model\.language_model|mtp)\.layers\.\d+\.mlp\.experts)"
+            re.compile(r"((?:(?:(?:language_model\.)?model|model\.language_model|mtp)\.)?layers\.\d+\.mlp\.experts)"
                        r"\.(gate_up|down)_proj(_blocks|_scales|_bias|)"),
             {"": 3, "_blocks": 4, "_scales": 3, "_bias": 2}, _gpt_oss,
         ),
