@@ -463,6 +463,6 @@ def test_other_routes_say_where_labels_are(moods: Path) -> None:
         ("/v1/score", {"text_1": "a", "text_2": "b"}),
     ):
         answer = post(moods, path, **fields)
-        assert (answer.status, "POST /classify" in answer.json["error"]["message"]) == (400, True)
+        assert (answer.status, "(POST /classify)" in answer.json["error"]["message"]) == (400, True)
     answer = post(moods, "/v1/chat/completions", messages=[{"role": "user", "content": "b"}])
     assert (answer.status, "tells classes of texts" in answer.json["error"]["message"]) == (400, True)

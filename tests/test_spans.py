@@ -18,8 +18,10 @@ from transformers import BertConfig, Qwen3Config, XLMRobertaConfig, pipeline
 from embedders import SIZES, write_tokenizer
 from label_models import BIOES, marker, privacy_filter
 from nanovllm_cli import LLM, judging
+from nanovllm_cli.cli.serve import _asked
 from nanovllm_cli.config import EngineConfig
 from nanovllm_cli.errors import UnsupportedError, UsageError
+from nanovllm_cli.server import engine_process
 from nanovllm_cli.text.spans import Marking, Span, windows
 from nanovllm_cli.text.tokenizer import Placed
 from test_bad_checkpoints import Doors
@@ -195,6 +197,29 @@ def test_it_does_nothing_else(privacy: tuple[Any, Path], tmp_path: Path) -> None
     for path, fields in (("/classify", {"input": "a"}), ("/v1/embeddings", {"input": "a"})):
         answer = post(folder, path, **fields)
         assert (answer.status, "labels tokens" in answer.json["error"]["message"]) == (400, True), answer.text
+
+
+def test_the_server_finds_the_same(privacy: tuple[Any, Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    texts = [TEXT, "", " ".join([TEXT] * 8)]
+    monkeypatch.setattr("nanovllm_cli.server.routes_classify.WINDOW", 106)
+    monkeypatch.setattr(judging, "WINDOW", 106)
+    with opened(privacy[1]) as llm:
+        wanted = llm.spans(texts)
+        facts = engine_process._facts(llm, EngineConfig())
+        assert _asked("m", facts, completes=False)[0] == "spans"
+    answer = post(privacy[1], "/v1/spans", input=texts)
+    assert answer.status == 200, answer.text
+    for text, spans, entry in zip(texts, wanted, answer.json["data"], strict=True):
+        assert [(each["label"], each["start"], each["end"], each["text"]) for each in entry["spans"]] == [
+            (span.label, span.start, span.end, text[span.start : span.end]) for span in spans
+        ]
+        assert [each["score"] for each in entry["spans"]] == pytest.approx([span.score for span in spans], rel=1e-5)
+    assert answer.json["usage"]["prompt_tokens"] > 200
+    assert post(privacy[1], "/v1/spans", input=TEXT).json["data"] == answer.json["data"][:1]
+    for fields in ({}, {"input": 3}, {"input": [3]}, {"input": "dog " * 9000}):
+        refused = post(privacy[1], "/v1/spans", **fields)
+        assert (refused.status, refused.json["error"]["param"]) == (400, "input"), fields
+    assert post(privacy[1], "/v1/spans", input=[]).json["data"] == []
 
 
 def test_what_quantizing_costs_is_told_of_tokens(doors: Doors, tmp_path: Path) -> None:

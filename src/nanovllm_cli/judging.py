@@ -3,31 +3,27 @@ what tokens mark."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from itertools import islice
 from typing import Any, Never, TypeGuard, get_args
-
-import numpy as np
 
 from nanovllm_cli.config import Lora
 from nanovllm_cli.cross_spec import Alignment
 from nanovllm_cli.engine.requests import Requests
 from nanovllm_cli.engine.vectors import nearness, unit
-from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
+from nanovllm_cli.errors import UnsupportedError, UsageError
 from nanovllm_cli.model_spec import Pooled, Pooling
 from nanovllm_cli.progress import Counted, counting
 from nanovllm_cli.prompts import Prompt, listed, token_ids
 from nanovllm_cli.sampling_params import SamplingParams
-from nanovllm_cli.text.spans import Marking, Numbers, Span, windows
+from nanovllm_cli.text.spans import WINDOW, Marking, Piece, Span, joined, pieces
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.vllm_names import refuse_others
 from nanovllm_cli.weights.classes import Classes, Classification
 from nanovllm_cli.weights.pooling import Embedding
 from nanovllm_cli.weights.scoring import Scoring
 
-WINDOW = 2048
-"""Tokens that are read together of a text whose tokens get labels, where a model sees further."""
-_AT_ONCE = 64  # such texts, and of them windows, whose numbers are in memory as Python has them
+_AT_ONCE = 64  # texts whose tokens get labels, and pieces of them, whose numbers are in memory as Python has them
 
 TextOrPair = Prompt | tuple[str, str]
 """A prompt, or two texts that are read together."""
@@ -124,7 +120,8 @@ class Judging:
         for first in range(0, len(each), _AT_ONCE):
             group = each[first : first + _AT_ONCE]
             placed = [self.tokenizer.placed(text) for text in group]
-            numbers = self._numbers([text.ids for text in placed], len(self.classes.labels))
+            left = pieces(self.tokenizer, placed, min(self.context_len, WINDOW))
+            numbers = joined(self.tokenizer, len(group), len(self.classes.labels), self._numbers(left))
             found += [marking.spans(*one) for one in zip(group, placed, numbers, strict=True)]
             if progress is not None:
                 progress(len(found), len(each))
@@ -141,19 +138,9 @@ class Judging:
             return classes.prompt(self.tokenizer, *text)
         return token_ids(text, lambda words: classes.prompt(self.tokenizer, words))  # type: ignore[arg-type]
 
-    def _numbers(self, texts: Sequence[Sequence[int]], num_labels: int) -> list[Numbers]:
-        """[tokens, labels] of each text."""
-        before, around = len(self.tokenizer.prefix_ids), len(self.tokenizer.around([]))
-        size = min(self.context_len, WINDOW) - around
-        if size < 1:
-            raise DoesNotFitError(f"a context of {self.context_len} tokens has no room for a text", "give it a larger one")
-        parts = [[np.zeros((0, num_labels))] for _ in texts]
-        left = ((ids, window, rows) for ids, rows in zip(texts, parts, strict=True) for window in windows(len(ids), size))
+    def _numbers(self, left: Iterator[Piece]) -> Iterator[tuple[Piece, Sequence[float]]]:
         while group := list(islice(left, _AT_ONCE)):
-            prompts = [self.tokenizer.around(ids[window.start : window.end]) for ids, window, _ in group]
-            for (_, window, rows), numbers in zip(group, self.pooled(prompts, self.pooling, None), strict=True):
-                rows.append(np.array(numbers).reshape(-1, num_labels)[before:][window.looked_at])
-        return list(map(np.concatenate, parts))
+            yield from zip(group, self.pooled([piece.ids for piece in group], self.pooling, None), strict=True)
 
 
 def _is_pair(given: object) -> TypeGuard[tuple[str, str]]:

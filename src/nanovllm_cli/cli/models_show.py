@@ -254,7 +254,7 @@ def _embedding_in_words(facts: Facts) -> str | None:
     if embedding.ranks:
         return "none, it ranks: nanovllm embed --query, or /v1/rerank of a server"
     if embedding.pooling == "each":
-        return "none, it labels tokens: nanovllm redact"
+        return "none, it labels tokens: nanovllm redact, or /v1/spans of a server"
     if embedding.labels:
         return "none, it classifies: nanovllm classify, or /classify of a server"
     if embedding.refusal is not None:

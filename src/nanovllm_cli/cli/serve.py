@@ -254,7 +254,8 @@ def _asked(name: str, facts: Facts | None, *, completes: bool) -> tuple[str, lis
         return "audio/transcriptions", ["-F", f"model={name}", "-F", "file=@talk.wav"]
     path, asked = "chat/completions", '"messages": [{"role": "user", "content": "Hello"}]'
     if facts is not None and not facts.has_head:
-        path = "rerank" if facts.ranks else "classify" if facts.classifies else "embeddings"
+        judges = "spans" if facts.pooling == "each" else "classify"
+        path = "rerank" if facts.ranks else judges if facts.classifies else "embeddings"
         asked = '"query": "Hello", "documents": ["Hi"]' if facts.ranks else '"input": "Hello"'
     elif completes:
         path, asked = "completions", '"prompt": "Hello"'

@@ -82,8 +82,8 @@ class Keep(Message):
 class Facts(Message):
     """What a loaded model can do. context_len: most tokens of prompt and answer together, in this KV cache. vector_size: numbers
     that it makes of a text. pooling: of texts that are embedded, where a request doesn't say. has_head: whether it answers at
-    all, and does not embed alone. ranks: whether it is a reranker, which does not even that; classifies: whether it has labels.
-    vision: of one that reads images; hearing: of one that hears."""
+    all, and does not embed alone. ranks: whether it is a reranker, which does not even that; classifies: whether it has labels,
+    for texts or, where pooling is "each", for tokens. vision: of one that reads images; hearing: of one that hears."""
 
     context_len: int
     vocab_size: int

@@ -255,8 +255,8 @@ def check_embeds(model: ServedModel) -> None:
     if model.scoring is not None:
         raise ApiError(400, f"{model.id} is a reranker, which makes no vectors: POST /v1/rerank", code="unsupported")
     if model.classes is not None:
-        does = "labels tokens, and makes" if model.classes.each else "is a classifier (POST /classify), which makes"
-        raise ApiError(400, f"{model.id} {does} no vectors", code="unsupported")
+        does = "labels tokens (POST /v1/spans)" if model.classes.each else "is a classifier (POST /classify)"
+        raise ApiError(400, f"{model.id} {does}, and makes no vectors", code="unsupported")
 
 
 def first_numbers(vector: Sequence[float], dimensions: int | None) -> Sequence[float]:

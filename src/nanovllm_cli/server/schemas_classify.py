@@ -1,4 +1,4 @@
-"""Bodies and answers of /classify, as vLLM has them."""
+"""Bodies and answers of /classify, as vLLM has them, and of /v1/spans."""
 
 from __future__ import annotations
 
@@ -6,8 +6,17 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BaseModel, Field, StrictBool
 
-from nanovllm_cli.server.schemas_common import MAX_MESSAGES, Unsupported
-from nanovllm_cli.server.schemas_openai import CutFields, EmbeddingInput
+from nanovllm_cli.server.schemas_common import (
+    MAX_MESSAGES,
+    ChosenByModel,
+    ModelName,
+    Priority,
+    StrictModel,
+    Tolerated,
+    Unsupported,
+    explained,
+)
+from nanovllm_cli.server.schemas_openai import MAX_INPUTS, CutFields, EmbeddingInput
 from nanovllm_cli.server.schemas_openai_answers import ReadUsage
 
 
@@ -22,6 +31,41 @@ class ClassifyRequest(CutFields):
     add_special_tokens: Literal[True] | None = None
     chat_template: Unsupported = None
     chat_template_kwargs: Annotated[dict[str, Any], Field(max_length=64)] | None = None
+
+
+class SpansRequest(StrictModel):
+    """POST /v1/spans. Each text fits into the context."""
+
+    model: ModelName | None = None
+    input: Annotated[
+        str | Annotated[list[str], Field(fail_fast=True, max_length=MAX_INPUTS)],
+        explained(f"a text, or a list of at most {MAX_INPUTS}"),
+    ]
+    priority: Priority | None = None
+    lora: ChosenByModel = None
+    user: Tolerated = None
+
+
+class MarkedSpan(BaseModel):
+    """start, end: in characters of the text."""
+
+    label: str
+    start: int
+    end: int
+    score: float
+    text: str
+
+
+class SpansEntry(BaseModel):
+    index: int
+    spans: list[MarkedSpan]
+
+
+class SpansAnswer(BaseModel):
+    object: Literal["list"]
+    model: str
+    data: list[SpansEntry]
+    usage: ReadUsage
 
 
 class ClassEntry(BaseModel):

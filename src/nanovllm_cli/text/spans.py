@@ -14,13 +14,17 @@ A part's score is the mean of its tokens' probabilities. Space around a part is 
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from nanovllm_cli.text.tokenizer import Placed
+from nanovllm_cli.errors import DoesNotFitError
+from nanovllm_cli.text.tokenizer import Placed, Tokenizer
+
+WINDOW = 2048
+"""Tokens that are read together, of models that see further, too."""
 
 Numbers = np.ndarray[Any, np.dtype[np.float64]]
 OUTSIDE = "O"
@@ -138,6 +142,35 @@ class Window(NamedTuple):
     def looked_at(self) -> slice:
         """Of its own tokens."""
         return slice(self.first - self.start, self.last - self.start)
+
+
+class Piece(NamedTuple):
+    """What is read of a text, the one at this place among several: ids, with what the vocabulary puts around them."""
+
+    text: int
+    window: Window
+    ids: list[int]
+
+
+def pieces(tokenizer: Tokenizer, texts: Sequence[Placed], limit: int) -> Iterator[Piece]:
+    """Of all texts, each of at most `limit` tokens. Raises DoesNotFitError where that leaves no room for a text."""
+    size = limit - len(tokenizer.around([]))
+    if size < 1:
+        raise DoesNotFitError(f"a context of {limit} tokens has no room for a text", "give it a larger one")
+    for place, text in enumerate(texts):
+        for window in windows(len(text.ids), size):
+            yield Piece(place, window, tokenizer.around(text.ids[window.start : window.end]))
+
+
+def joined(
+    tokenizer: Tokenizer, num_texts: int, num_labels: int, found: Iterable[tuple[Piece, Sequence[float]]]
+) -> list[Numbers]:
+    """[tokens, labels] of each text. found: pieces in order, with the numbers of all their tokens."""
+    before, parts = len(tokenizer.prefix_ids), [[np.zeros((0, num_labels))] for _ in range(num_texts)]
+    for piece, numbers in found:
+        rows = np.array(numbers, np.float64).reshape(-1, num_labels)[before:]
+        parts[piece.text].append(rows[piece.window.looked_at])
+    return list(map(np.concatenate, parts))
 
 
 def windows(count: int, size: int) -> Iterator[Window]:

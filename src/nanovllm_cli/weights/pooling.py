@@ -37,7 +37,7 @@ _KNOWN = ("Transformer", "Pooling", "Normalize", "Dense")
 """A Normalize at the end changes nothing here: vectors are normalised unless that is not wanted."""
 _DEFAULT_FOLDER = "1_Pooling"
 RANKING = "nanovllm embed MODEL -f FILE --query TEXT ranks texts, LLM.rank and /v1/rerank of a server do"
-MARKING = "nanovllm redact MODEL and LLM.spans find what these mark"
+MARKING = "nanovllm redact MODEL, LLM.spans and /v1/spans of a server find what these mark"
 CLASSIFYING = "nanovllm classify MODEL -f FILE tells classes of texts, LLM.classify and /classify of a server do"
 _PLAIN = "take a reranker that is a transformer and its head alone"
 _BROKEN = "the folder is incomplete or damaged: download it again"
