@@ -14,6 +14,7 @@ from transformers import (
     DistilBertConfig,
     EuroBertConfig,
     Gemma3TextConfig,
+    GteConfig,
     LlamaConfig,
     ModernBertConfig,
     MPNetConfig,
@@ -57,6 +58,8 @@ CONFIGS: dict[str, Any] = {
     ),
     "mpnet": MPNetConfig(**BEHIND_PADDING),
     "nomic-bert": NomicBertConfig(**SIZES),
+    "gte": GteConfig(**SIZES),
+    "gte without segments": GteConfig(**SIZES | {"type_vocab_size": 0, "hidden_act": "silu"}),
     "eurobert": EuroBertConfig(**SIZES | ENDS, num_key_value_heads=2, mask_token_id=3),
     "gemma": Gemma3TextConfig(
         **SIZES | {"num_hidden_layers": 7}, num_key_value_heads=2, head_dim=24, sliding_window=20, query_pre_attn_scalar=24,
@@ -286,7 +289,7 @@ def written(folder: Path, path: Path, outtype: str = "f32") -> tuple[Path, list[
     return path, converted(folder, path, "gguf", outtype=outtype).notes
 
 
-@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("bert with tanh", "mpnet")])
+@pytest.mark.parametrize("name", [name for name in CONFIGS if name not in ("bert with tanh", "mpnet") and "gte" not in name])
 def test_files_are_the_same_models(name: str, made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
     model, folder = made[name]
     path, notes = written(folder, tmp_path / "m.gguf")
@@ -367,3 +370,38 @@ def test_a_plan_is_checked_without_answers(made: dict[str, tuple[Any, Path]]) ->
     prompts, answers = check._rates(LLM(made["bert"][1], config=FLOATS), 20, 0)
     assert prompts > 0
     assert answers == 0
+
+
+def test_gte_as_it_is_published(made: dict[str, tuple[Any, Path]], tmp_path: Path) -> None:
+    """By the names of Alibaba's code, and with frequencies of a longer context (NTK, fixed), which transformers does not name."""
+    model, folder = made["gte"]
+    config = json.loads((folder / "config.json").read_text()) | {
+        "architectures": ["NewModel"], "model_type": "new", "rope_theta": 20000.0, "rope_scaling": {"type": "ntk", "factor": 8.0},
+        "position_embedding_type": "rope", "layer_norm_type": "layer_norm", "pack_qkv": True, "logn_attention_scale": False,
+    }  # fmt: skip
+    del config["rope_parameters"]
+    write_json(tmp_path / "config.json", config)
+    tensors = load_file(folder / "model.safetensors")
+    save_file(tensors, tmp_path / "model.safetensors")
+    write_tokenizer(tmp_path)
+    dims = 12
+    own = torch.tensor([(20000.0 * 8) ** (-i / dims) / 8 ** (2 / dims) for i in range(0, dims, 2)], dtype=torch.float64)
+    rotary = model.rotary_emb
+    before = rotary.inv_freq
+    rotary.inv_freq = own.float()
+    try:
+        wanted = expected(model, "cls")
+    finally:
+        rotary.inv_freq = before
+    assert far(LLM(tmp_path, config=FLOATS).embed(TEXTS, "cls"), wanted) < 3e-5
+    assert far(LLM(folder, config=FLOATS).embed(TEXTS, "cls"), wanted) > 1e-2
+    for key, value in (("logn_attention_scale", True), ("position_embedding_type", "absolute"), ("pack_qkv", False)):
+        write_json(tmp_path / "config.json", config | {key: value})
+        with open_checkpoint(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match=f"a GTE encoder with {key}"):
+            read_spec(checkpoint, open_reader(checkpoint))
+    mixed = config | {"rope_scaling": {"type": "ntk", "factor": 8.0, "mixed_b": 0.5}}
+    write_json(tmp_path / "config.json", mixed)
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match="rope scaling 'ntk'"):
+        read_spec(checkpoint, open_reader(checkpoint))
+    with pytest.raises(UnsupportedError, match="GTE encoder"):
+        converted(folder, tmp_path / "m.gguf", "gguf")

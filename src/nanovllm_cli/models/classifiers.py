@@ -13,6 +13,8 @@ OF_TEXTS: dict[str, str] = {
     **{f"{name}ForSequenceClassification": f"{name}ForCausalLM" for name in _DECODERS},
     **{f"{name}ForSequenceClassification": f"{name}Model" for name in _ENCODERS},
     "GPT2ForSequenceClassification": "GPT2LMHeadModel",
+    "GteForSequenceClassification": "GteModel",
+    "NewForSequenceClassification": "NewModel",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
     "Qwen3_5TextForSequenceClassification": "Qwen3_5ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",
@@ -27,6 +29,8 @@ _EACH = (
 OF_TOKENS: dict[str, str] = {
     **{f"{name}ForTokenClassification": f"{name}ForCausalLM" for name in _EACH},
     **{f"{name}ForTokenClassification": f"{name}Model" for name in _ENCODERS},
+    "GteForTokenClassification": "GteModel",
+    "NewForTokenClassification": "NewModel",
     "OpenAIPrivacyFilterForTokenClassification": "OpenAIPrivacyFilterModel",
 }
 """The same for each token."""

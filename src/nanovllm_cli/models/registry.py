@@ -86,6 +86,7 @@ from nanovllm_cli.models.granite import (
     GRANITE_MOE_SWA,
     GRANITE_SWA,
 )
+from nanovllm_cli.models.gte import GTE, GTE_NEW
 from nanovllm_cli.models.hrm import HRM_TEXT
 from nanovllm_cli.models.hunyuan import HUNYUAN_DENSE, HUNYUAN_MOE, HUNYUAN_VL, HY_V3
 from nanovllm_cli.models.hunyuan4 import HY_V4, HY_V4_VL
@@ -370,6 +371,8 @@ HF_BODIES: dict[str, Family] = {
     "MistralModel": MISTRAL,
     "MixtralModel": MIXTRAL,
     "ModernBertModel": MODERNBERT,
+    "GteModel": GTE,
+    "NewModel": GTE_NEW,
     "NomicBertModel": NOMIC_BERT,
     "OpenAIPrivacyFilterModel": PRIVACY_FILTER,
     "Qwen2Model": QWEN2,

@@ -72,6 +72,10 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             if base.dim < 4:  # the exponent of its base is dim / (dim - 2)
                 raise UnsupportedError(f"{rope.where}: dynamic scaling of {base.dim} rotary dims", ANOTHER)
             return replace(base, scaling="dynamic", factor=rope.number("factor"), original_len=max_position)
+        case "ntk" if rope.values.get("mixed_b") is None:  # Su 2023, as Alibaba's encoders and vLLM have it, at all lengths
+            factor = rope.number("factor")
+            divisors = tuple(factor ** ((2 * pair + 2) / base.dim) for pair in range(base.dim // 2))
+            return replace(base, scaling="divisors", short_divisors=divisors)
         case "llama3":
             return replace(
                 base, scaling="llama3", factor=rope.number("factor"),
@@ -92,7 +96,8 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
                 long_divisors=rope.numbers("long_factor", base.dim // 2),
             )  # fmt: skip
     raise UnsupportedError(
-        f"rope scaling {kind[:80]!r} is not supported", "known: default, linear, dynamic, llama3, yarn, longrope, proportional"
+        f"rope scaling {kind[:80]!r} is not supported",
+        "known: default, linear, dynamic, ntk, llama3, yarn, longrope, proportional",
     )
 
 

@@ -45,6 +45,7 @@ _FAMILIES: dict[str, dict[str, str]] = {
         "small": "ibm-granite/granite-embedding-small-english-r2",
         "149m": "ibm-granite/granite-embedding-english-r2",
     },
+    "gte-multilingual": {"base": "Alibaba-NLP/gte-multilingual-base", "reranker": "Alibaba-NLP/gte-multilingual-reranker-base"},
     "multilingual-e5": _sizes("intfloat/multilingual-e5-*", "small base large"),
     "nomic-embed-text": {"v1.5": "nomic-ai/nomic-embed-text-v1.5"},
     "qwen3.5": _sizes("Qwen/Qwen3.5-*", "0.8B 2B 4B 9B 27B 35B-A3B 122B-A10B"),

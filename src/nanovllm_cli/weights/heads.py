@@ -89,6 +89,8 @@ _REWARD = (_Part("score.0", True, "relu"), _Part("score.2", True))
 _HEADS: dict[str, tuple[_Part, ...]] = {
     "BertForSequenceClassification": (_Part("bert.pooler.dense", True, "tanh"), _Part("classifier", True)),
     "CamembertForSequenceClassification": _ROBERTA,
+    "GteForSequenceClassification": (_Part("gte.pooler.dense", True, "tanh"), _Part("classifier", True)),
+    "NewForSequenceClassification": (_Part("new.pooler.dense", True, "tanh"), _Part("classifier", True)),
     "DistilBertForSequenceClassification": (_Part("pre_classifier", True, "relu"), _Part("classifier", True)),
     "MPNetForSequenceClassification": _ROBERTA,
     "RobertaForSequenceClassification": _ROBERTA,
@@ -98,7 +100,7 @@ _HEADS: dict[str, tuple[_Part, ...]] = {
         _Part("classifier", True),
     ),
     "Qwen2ForRewardModel": _REWARD,
-    **dict.fromkeys((name for name in OF_TOKENS if re.match("Bert|Camembert|Distil|MPNet|Roberta|XLM", name)), _EACH_CLASS),
+    **dict.fromkeys((name for name in OF_TOKENS if re.match("Bert|Cam|Distil|Gte|MPNet|New|Roberta|XLM", name)), _EACH_CLASS),
     "ModernBertForTokenClassification": (
         _Part("head.dense", "classifier_bias", None, "head.norm"),
         _Part("classifier", True),

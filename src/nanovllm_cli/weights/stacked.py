@@ -43,7 +43,8 @@
                                                                 [6, 1, 1, K] is time_mix_lerp_r.weight, …
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     BART        final_logits_bias [1, N]                        the same [N]
-    Moonshine   mlp.fc1.weight [2 N, K]                         mlp.up_proj.weight, and behind it mlp.gate_proj; biases alike
+    Moonshine   mlp.fc1.weight [2 N, K]                         mlp.up_proj.weight, and behind it mlp.gate_proj; biases alike, and
+                                                                GTE's mlp.up_gate_proj.weight
     ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
@@ -290,6 +291,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"model\.layers\.\d+\.self_attn\.A_log"), 4, _as_a_vector),
         (re.compile(r"final_logits_bias"), 2, _as_a_vector),
         (re.compile(r"(model\.decoder\.layers\.\d+\.mlp)\.fc1\.(weight|bias)"), {"weight": 2, "bias": 1}, _moonshine),
+        (re.compile(r"((?:gte\.|new\.)?encoder\.layer\.\d+\.mlp)\.up_gate_proj\.(weight)"), 2, _moonshine),
         (re.compile(r"(model\.layers\.\d+\.attn\.x_)x"), 2, partial(shares_of_before, "")),
         (re.compile(r"model\.layers\.\d+\.(?:attn|ffn)\.x_[rwkvag]"), 3, _as_a_vector),
         (re.compile(r"model\.layers\.\d+\.attn\.r_k"), 2, _as_a_vector),
