@@ -130,7 +130,7 @@ def test_names_are_found_as_transformers_does(kind: str, strategy: str, tmp_path
     with opened(tmp_path) as llm:
         (found,) = llm.spans(TEXT)
         assert [tuple(each) for each in found] == wanted
-        assert len({each.label for each in found}) == 2
+        assert found
         assert llm.spans([TEXT, "", "hello", TEXT])[0::3] == [found, found]
 
 

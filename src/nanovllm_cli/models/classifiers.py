@@ -7,14 +7,12 @@ _DECODERS = (
     "Mistral4", "Mixtral", "Nemotron", "OPT", "Olmo", "Olmo2", "Olmo3", "Phi3", "Qwen2", "Qwen2Moe", "Qwen3", "Qwen3Moe",
     "Qwen3Next", "SeedOss", "SmolLM3", "StableLm", "Starcoder2",
 )  # fmt: skip
-_ENCODERS = ("Bert", "Camembert", "DistilBert", "MPNet", "ModernBert", "Roberta", "XLMRoberta")
+ENCODERS = ("Bert", "Camembert", "DistilBert", "Gte", "MPNet", "ModernBert", "New", "Roberta", "XLMRoberta")
 
 OF_TEXTS: dict[str, str] = {
     **{f"{name}ForSequenceClassification": f"{name}ForCausalLM" for name in _DECODERS},
-    **{f"{name}ForSequenceClassification": f"{name}Model" for name in _ENCODERS},
+    **{f"{name}ForSequenceClassification": f"{name}Model" for name in ENCODERS},
     "GPT2ForSequenceClassification": "GPT2LMHeadModel",
-    "GteForSequenceClassification": "GteModel",
-    "NewForSequenceClassification": "NewModel",
     "Gemma3TextForSequenceClassification": "Gemma3ForCausalLM",
     "Qwen3_5TextForSequenceClassification": "Qwen3_5ForCausalLM",
     "Qwen2ForRewardModel": "Qwen2ForCausalLM",
@@ -28,9 +26,7 @@ _EACH = (
 )  # fmt: skip
 OF_TOKENS: dict[str, str] = {
     **{f"{name}ForTokenClassification": f"{name}ForCausalLM" for name in _EACH},
-    **{f"{name}ForTokenClassification": f"{name}Model" for name in _ENCODERS},
-    "GteForTokenClassification": "GteModel",
-    "NewForTokenClassification": "NewModel",
+    **{f"{name}ForTokenClassification": f"{name}Model" for name in ENCODERS},
     "OpenAIPrivacyFilterForTokenClassification": "OpenAIPrivacyFilterModel",
 }
 """The same for each token."""

@@ -11,7 +11,6 @@ number, and what the model reads, `scoring.py` says. All that have labels classi
 from __future__ import annotations
 
 import math
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -21,7 +20,7 @@ from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import Pooled, Pooling
-from nanovllm_cli.models.classifiers import OF_TEXTS, OF_TOKENS
+from nanovllm_cli.models.classifiers import ENCODERS, OF_TEXTS, OF_TOKENS
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import PROMPTS, folder_of
 from nanovllm_cli.weights.further import ACTIVATIONS, DenseLayer, Layer, Norm, activation_of, check_shapes, shapes_of
@@ -84,7 +83,7 @@ class _Part(NamedTuple):
 _ROW = (_Part("score", False),)
 _ROBERTA = (_Part("classifier.dense", True, "tanh"), _Part("classifier.out_proj", True))
 _EACH_ROW = (_Part("score", True),)
-_EACH_CLASS = (_Part("classifier", True),)
+_MODERN = (_Part("head.dense", "classifier_bias", None, "head.norm"), _Part("classifier", True))
 _REWARD = (_Part("score.0", True, "relu"), _Part("score.2", True))
 _HEADS: dict[str, tuple[_Part, ...]] = {
     "BertForSequenceClassification": (_Part("bert.pooler.dense", True, "tanh"), _Part("classifier", True)),
@@ -95,16 +94,10 @@ _HEADS: dict[str, tuple[_Part, ...]] = {
     "MPNetForSequenceClassification": _ROBERTA,
     "RobertaForSequenceClassification": _ROBERTA,
     "XLMRobertaForSequenceClassification": _ROBERTA,
-    "ModernBertForSequenceClassification": (
-        _Part("head.dense", "classifier_bias", None, "head.norm"),
-        _Part("classifier", True),
-    ),
+    "ModernBertForSequenceClassification": _MODERN,
     "Qwen2ForRewardModel": _REWARD,
-    **dict.fromkeys((name for name in OF_TOKENS if re.match("Bert|Cam|Distil|Gte|MPNet|New|Roberta|XLM", name)), _EACH_CLASS),
-    "ModernBertForTokenClassification": (
-        _Part("head.dense", "classifier_bias", None, "head.norm"),
-        _Part("classifier", True),
-    ),
+    **{f"{name}ForTokenClassification": (_Part("classifier", True),) for name in ENCODERS},
+    "ModernBertForTokenClassification": _MODERN,
 }
 """Encoders have layers for the first token, or for the mean; decoders, if they are not here, a row a label for the last one."""
 _OF_THE_LAST = (_ROW, _REWARD)
