@@ -147,7 +147,9 @@ class FakeLLM:
         assert params.max_tokens is not None
         return [self._answer(prompt, params.max_tokens) for prompt in prompts]
 
-    def embed(self, prompts: list[list[int]]) -> None:
+    pooling = "mean"
+
+    def pooled(self, prompts: list[list[int]], pooling: str, progress: None) -> None:
         self.calls.append((prompts, greedy(1)))
         self.now += sum(1000 * len(prompt) for prompt in prompts)
 

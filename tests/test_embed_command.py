@@ -273,7 +273,7 @@ def test_the_nearest_texts_come_first(embed: Embed, model: Model) -> None:
 def test_it_draws_nothing_and_is_shown_for_what_it_is(doors: Doors, model: Model) -> None:
     code, out, err = doors.command("run", str(model.folder), "hello", "-t", "2", "-c", str(CONTEXT))
     assert (code, out) == (6, "")
-    assert "this is an embedding model" in err
+    assert "this model embeds, ranks or labels texts" in err
     assert "nanovllm embed" in err
     code, out, _ = doors.command("models", "show", str(model.folder))
     assert "embedding     by the last token; prompts query, passage, none; nothing else: it has no head" in out

@@ -147,7 +147,7 @@ def test_it_pools_as_its_files_say_and_draws_nothing(model: tuple[Any, Path]) ->
         llm.embed(TEXTS, progress=lambda *counts: done.append(counts))
         assert done == [(1, 3), (2, 3), (3, 3)]
         for refused in (lambda: llm.generate("hello"), lambda: list(llm.stream("hello"))):
-            with pytest.raises(UnsupportedError, match="embedding model"):
+            with pytest.raises(UnsupportedError, match="embeds, ranks or labels"):
                 refused()
         assert not llm.engine.has_unfinished()
 
@@ -333,7 +333,7 @@ def test_a_file_says_what_llama_cpp_reads(file: Path, model: tuple[Any, Path]) -
         assert (llm.pooling, llm.spec.has_head) == ("last", False)
         near([torch.tensor(v, dtype=torch.float64) for v in llm.embed(TEXTS)], references(transformer, folder, "last"))
         assert set(llm.tokenizer.eos_ids) == {END, 4089}
-        with pytest.raises(UnsupportedError, match="embedding model"):
+        with pytest.raises(UnsupportedError, match="embeds, ranks or labels"):
             llm.generate("hello")
 
 

@@ -230,3 +230,12 @@ def test_gpus_that_compute_together_are_as_fast_as_all_of_them(
     screen: Any = SimpleNamespace(err=SimpleNamespace(can_show=lambda text: True))
     found = plan_command._speed(EngineConfig(tensor_parallel_size=2), plan_command.PlanOptions(), screen)
     assert found == tuple(limits.times(times))
+
+
+def test_texts_that_are_read_whole_need_blocks_for_two_steps() -> None:
+    """By hand: of 16 tokens, 512 for the longest text and one more for each of nine; never more than nine texts take."""
+    config = EngineConfig(max_num_seqs=9, max_num_batched_tokens=2048, block_size=16)
+    assert size_cache(config, 8192, 10, 1 << 40, whole=True)[:2] == (2 * (512 + 9), 8192)
+    assert size_cache(config, 8192, 10, 1 << 40)[0] == 512 * 9
+    assert size_cache(config, 64, 10, 1 << 40, whole=True)[0] == 4 * 9
+    assert size_cache(replace(config, max_num_batched_tokens=16384), 8192, 10, 1 << 40, whole=True)[0] == 2 * (1024 + 9)

@@ -172,7 +172,7 @@ def test_what_is_too_long_is_named_or_cut(rank: Rank, ranker: Ranker) -> None:
 def test_it_is_shown_for_what_it_is(doors: Doors, ranker: Ranker, tmp_path: Path) -> None:
     code, out, err = doors.command("run", str(ranker.folder), "hello", "-t", "2", "-c", str(CONTEXT))
     assert (code, out) == (6, "")
-    assert "one that ranks" in err
+    assert "embeds, ranks or labels texts" in err
     out = doors.command("models", "show", str(ranker.folder))[1]
     assert "none, it ranks: nanovllm embed --query, or /v1/rerank of a server" in out
     shown = json.loads(doors.command("models", "show", str(ranker.folder), "--json")[1])["embedding"]

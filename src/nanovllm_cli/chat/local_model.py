@@ -200,7 +200,8 @@ class LocalModel(Model):
         tools = [] if self.settings.tools is None else self.settings.tools.for_template()
         prompting = Prompting(llm, think=think, kwargs=self.settings.kwargs, tools=tools)
         if not llm.spec.has_head:
-            raise UnsupportedError(f"{llm.name} embeds or ranks texts: it answers nothing", "nanovllm embed MODEL")
+            hint = "nanovllm embed MODEL" if llm.embedding.refusal is None else llm.embedding.refusal.hint
+            raise UnsupportedError(f"{llm.name} embeds, ranks or labels texts: it answers nothing", hint)
         if not prompting.chats:
             hint = "nanovllm run goes on with plain text; --chat-template chatml gives it a format"
             if llm.spec.encoder is not None:

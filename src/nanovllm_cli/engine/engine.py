@@ -149,8 +149,8 @@ class Engine:
         """
         if not self._draws:
             raise UnsupportedError(
-                "this is an embedding model, or one that ranks: it has no head to draw tokens from",
-                "nanovllm embed MODEL TEXT makes a vector of a text, a server does at /v1/embeddings and /v1/rerank",
+                "this model embeds, ranks or labels texts: it has no head to draw tokens from",
+                "nanovllm embed, classify or redact MODEL: `nanovllm models show MODEL` says which; a server has all three",
             )
         self._check_id(request_id)
         self._check_priority(priority)

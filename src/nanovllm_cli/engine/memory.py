@@ -104,6 +104,8 @@ def size_cache(
     budget: int,
     state_bytes: int = 0,
     near: Near | None = None,
+    *,
+    whole: bool = False,
 ) -> CacheSize:
     """What was asked for, or what fits. Told numbers are kept or refused; numbers of our own give way to memory.
 
@@ -113,6 +115,8 @@ def size_cache(
     leaves, and half at least where nobody asked for it. Blocks that hold nothing, beside states alone, are bounded by no memory.
     near: of a model with windows. As long as there is room for all that is asked for, blocks keep their near parts for good, as
     then any prefix can be found; where there isn't, there are fewer of these.
+    whole: a text is computed in one step, behind which nothing of it is kept: there are blocks for two such steps, as one may be
+    planned while another is computed.
     """
     length = context_of(config, max_position)
     size = config.block_size
@@ -121,20 +125,23 @@ def size_cache(
     if state_bytes:
         keeps = config.max_num_seqs + KEPT_STATES if config.enable_prefix_caching else 0
         least = 0 if config.max_model_len is not None else room // 2
-        most = max(room - -(-length // size) * block_bytes, least) // state_bytes
+        kept = max(room - -(-length // size) * block_bytes, least) // state_bytes
         states = config.max_num_seqs + keeps
-        states = states if config.num_blocks is not None else max(1, min(states, most))
+        states = states if config.num_blocks is not None else max(1, min(states, kept))
         room -= states * state_bytes
     each = -(-length // size)
+    most = each * config.max_num_seqs
+    if whole:
+        most = min(most, 2 * (-(-max(length, config.max_num_batched_tokens) // size) + config.max_num_seqs))
     told = 0 if config.max_model_len is None else each
     if config.num_blocks is not None:
         blocks = config.num_blocks
     elif not block_bytes:
-        blocks = max(told, min(each * config.max_num_seqs, MOST_EMPTY)) if room >= 0 else 0
+        blocks = max(told, min(most, MOST_EMPTY)) if room >= 0 else 0
     elif config.kv_cache_bytes is not None:
         blocks = room // block_bytes
     else:
-        blocks = min(each * config.max_num_seqs, room // block_bytes)
+        blocks = min(most, room // block_bytes)
     num_near = 0
     if near is not None and config.num_blocks is None and blocks < each * config.max_num_seqs:
         blocks, num_near = _with_near_parts(config, near, each, told, block_bytes, room) or (blocks, 0)

@@ -158,7 +158,8 @@ class Worker(LoadedModel):
         near = near_of(self.spec, config, self.near_bytes + self._others.near_bytes, self._longest_image)
         if ranks is not None and not shares and not ranks.are_like(sum(self._block_parts[:-1]), self.near_bytes):
             near = None  # what of one's block is no near part is a larger share than of another's
-        size = size_cache(config, self.spec.max_position, self.block_bytes, budget, self.state_bytes, near)
+        whole = self.spec.reads_both_ways
+        size = size_cache(config, self.spec.max_position, self.block_bytes, budget, self.state_bytes, near, whole=whole)
         self.num_blocks, self.max_model_len, self.num_states, num_near = size
         self.near = NearRoom() if near is None or not num_near else NearRoom(num_near, near.reach)
         self.kv_bytes: int = size.num_bytes(self.block_bytes, self.state_bytes, 0 if near is None else near.num_bytes)

@@ -49,7 +49,7 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     if plan.processor == "cpu":
         spec, units = plan.facts.spec, plan.units
         near = near_of(spec, config, units.near)
-        size = size_cache(config, spec.max_position, units.block, plan.cache_room, units.state, near)
+        size = size_cache(config, spec.max_position, units.block, plan.cache_room, units.state, near, whole=spec.reads_both_ways)
         cache = size.num_bytes(*units)
         written = REPEATS * -(-(prompt_len + answer_len) // config.block_size) * units.block
         written += min(size.num_states, 1 + REPEATS * num_copies(prompt_len, config.block_size)) * units.state
