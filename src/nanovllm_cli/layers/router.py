@@ -15,16 +15,19 @@ from nanovllm_cli.router_spec import RouterSpec
 
 class HandedOn:
     """What a step's last router leaves to the next one, rows [T, width], None before the first; of a mixture that is routed
-    early, what it leaves to its own experts: logits [T, E]. ids [T]: the step's tokens, of mixtures that go by a table."""
+    early, what it leaves to its own experts: logits [T, E]. ids [T]: the step's tokens, of mixtures that go by a table. seen [T]
+    bool: which of them take the experts of `MoESpec.seen`; None where none does."""
 
     def __init__(self) -> None:
         self.rows: torch.Tensor | None = None
         self.ids: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
 
     def keep(self, rows: torch.Tensor) -> None:
         """Only these tokens go on."""
         self.rows = None if self.rows is None else self.rows[rows]
         self.ids = None if self.ids is None else self.ids[rows]
+        self.seen = None if self.seen is None else self.seen[rows]
 
 
 class Router:

@@ -79,6 +79,8 @@ class Decoder:
                 block.mixer.first = first
             if isinstance(block.mlp, MoE):
                 block.mlp.share(self.handed)
+        mixture = spec.mixture
+        self.seen_ids = torch.tensor(mixture.seen_ids) if mixture is not None and mixture.seen is not None else None
         self.reads_entry = bool(owners) or any(block.entry_factor for block in self.blocks)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.passes = passes_of(spec.passes, spec.norm, self.norm, spec.hidden_size, kit)
@@ -113,6 +115,13 @@ class Decoder:
     def most_unread(self) -> float:
         """Most tokens of a step in which the host reads nothing that the device computes: see `Mixture.most_unread`."""
         return min((each.mixture.most_unread for block in self.blocks for each in block.mixtures), default=math.inf)
+
+    def seen(self, batch: Batch) -> torch.Tensor | None:
+        """[T] bool, which tokens take experts of their own (`MoESpec.seen`); None where none does, as in all recorded steps."""
+        if self.seen_ids is None:
+            return None
+        found = torch.isin(batch.token_ids, self.seen_ids)
+        return found if bool(found.any()) else None
 
     def rehearse_experts(self, num_tokens: int) -> None:
         """Runs an expert of each layer where the host will divide a step of so many tokens on 1, 2, 4, … rows: how many meet an
@@ -161,7 +170,7 @@ class Decoder:
         if inputs.step is None:
             return self.no_rows(0)
         self._choose(batch.lora)
-        self.handed.ids = batch.token_ids
+        self.handed.ids, self.handed.seen = batch.token_ids, self.seen(batch)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)

@@ -199,6 +199,10 @@ def _both_ways(spec: ModelSpec, family: Family, *, both_ways: bool) -> ModelSpec
     return spec.each_attention(lambda layer, a: replace(a, both_ways=True, window=a.window and a.window // 2 + 1))
 
 
+IDS_OF_IMAGES = tuple(f"{kind}{place}_token_id" for kind in ("image", "video") for place in ("", "_start", "_end"))
+"""Of tokens that stand for images and videos, or are around them, which the part for texts may ask for."""
+
+
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     """config.json, or what it says of the part that reads and writes text."""
     inner = config.get("text_config")
@@ -207,7 +211,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: 'text_config' must be an object", BROKEN)
     outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None}
-    return {**inner, **outer}
+    return {**{key: config[key] for key in IDS_OF_IMAGES if key in config}, **inner, **outer}
 
 
 def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -> tuple[int | None, list[str]]:

@@ -35,6 +35,11 @@ class Walk:
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
             )
+        if any(mixture.seen is not None for mixture in mixtures):
+            name = original.spec.architecture
+            raise UnsupportedError(
+                f"a {name} model is not calibrated yet: of texts alone its experts for images read nothing", "use --algorithm rtn"
+            )
         if any(mixture.router is not None for mixture in mixtures):
             name = original.spec.architecture
             raise UnsupportedError(

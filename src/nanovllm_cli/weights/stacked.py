@@ -43,7 +43,8 @@
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     BART        final_logits_bias [1, N]                        the same [N]
     Moonshine   mlp.fc1.weight [2 N, K]                         mlp.up_proj.weight, and behind it mlp.gate_proj; biases alike
-    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
+    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] also .1
+                mlp.experts.64.up_proj.weight of 64 for texts   mlp.vision.experts.0.up_proj.weight
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
 quantized it is done to what they stand for (`quantized_rows.py`).
@@ -174,7 +175,17 @@ def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], co
 
 def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     if shape[0] == (2 if config.get("model_type") in _TURNED else 1):  # the second is of images
-        yield f"{stack}.0", _Part(stack, 0, _ALL)
+        for row in range(shape[0]):
+            yield f"{stack}.{row}", _Part(stack, row, _ALL)
+
+
+def _of_images(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """They have numbers behind those of experts for texts."""
+    inner = config.get("text_config")
+    said = (inner if isinstance(inner, Mapping) else config).get("moe_num_experts", 64)
+    count = said[0] if isinstance(said, list) and said else said
+    if config.get("model_type") in _TURNED and type(count) is int and int(found[2]) >= count:
+        yield f"{found[1]}.vision.experts.{int(found[2]) - count}.{found[3]}", _Part(stack, None, _ALL)
 
 
 def _moonshine(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -259,7 +270,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
-        (re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight"), 2, _turned_over),
+        (re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight(?:_1)?"), 2, _turned_over),
         (re.compile(r"(?:(?:gpt_neox\.)?layers\.\d+\.attention|(?:transformer\.)?h\.\d+\.self_attention)"
                     r"\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1}, _qkv_by_head),
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
@@ -281,6 +292,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up|down)_proj"),
          3, _llama4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
+        (re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(\d{1,6})\.(.+)"), None, _of_images),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|self_attn\.qkv_proj\.conv_qk_depthwise|"
                     r"(?:linear_attn|ple|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),
