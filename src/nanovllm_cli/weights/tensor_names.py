@@ -135,7 +135,7 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     first = int(parts[0] == "encoder")
     if parts[first] == "blocks":
         number, parts[first + 1] = parts[first + 1], "{i}"
-        at = 4 if parts[2] == "values" else 3
+        at = 4 if parts[2] in ("values", "seen") else 3
         if parts[at - 1] in ("experts", "k_b", "v_b", "uses", "shards") and parts[at].isdecimal():
             expert, parts[at] = parts[at], "{e}"
     elif len(parts) == 3 and parts[1].isdecimal():
