@@ -385,7 +385,9 @@ def image_processor(name: str) -> Any:
 
         return HunYuanVLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
     if name == "ernie":
-        from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import Ernie4_5_VLMoeImageProcessorPil
+        from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+            Ernie4_5_VLMoeImageProcessorPil,
+        )
 
         return Ernie4_5_VLMoeImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil

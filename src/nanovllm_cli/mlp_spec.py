@@ -121,6 +121,12 @@ class MoESpec:
         own = self.num_experts * self.expert.num_weights(self.width(hidden_size))
         return own + (0 if self.seen is None else self.seen.num_routed(hidden_size))
 
+    def share_taken(self, hidden_size: int) -> float:
+        """Of what its experts are, what those are that a token takes, of a text."""
+        if self.seen is None:
+            return self.experts_per_token / self.num_experts
+        return self.experts_per_token * self.expert.num_weights(self.width(hidden_size)) / self.num_routed(hidden_size)
+
     def _every(self, hidden_size: int) -> int:
         """What all tokens take."""
         shared = 0 if self.shared is None else self.shared.num_weights(hidden_size)

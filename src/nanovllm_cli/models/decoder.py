@@ -71,7 +71,7 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(block.mixer or block.looks for block in spec.computed[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.handed, owners, first = HandedOn(), dict[int, Shared](), FirstValues()
+        self.handed, owners, first = HandedOn(spec.mixture), dict[int, Shared](), FirstValues()
         for block in self.blocks:
             if isinstance(block.mixer, AheadOfState):
                 block.mixer.share(owners)
@@ -79,8 +79,6 @@ class Decoder:
                 block.mixer.first = first
             if isinstance(block.mlp, MoE):
                 block.mlp.share(self.handed)
-        mixture = spec.mixture
-        self.seen_ids = torch.tensor(mixture.seen_ids) if mixture is not None and mixture.seen is not None else None
         self.reads_entry = bool(owners) or any(block.entry_factor for block in self.blocks)
         self.norm = RMSNorm(spec.last_norm or spec.norm, spec.hidden_size, kit) if spec.ends_normed else None
         self.passes = passes_of(spec.passes, spec.norm, self.norm, spec.hidden_size, kit)
@@ -115,13 +113,6 @@ class Decoder:
     def most_unread(self) -> float:
         """Most tokens of a step in which the host reads nothing that the device computes: see `Mixture.most_unread`."""
         return min((each.mixture.most_unread for block in self.blocks for each in block.mixtures), default=math.inf)
-
-    def seen(self, batch: Batch) -> torch.Tensor | None:
-        """[T] bool, which tokens take experts of their own (`MoESpec.seen`); None where none does, as in all recorded steps."""
-        if self.seen_ids is None:
-            return None
-        found = torch.isin(batch.token_ids, self.seen_ids)
-        return found if bool(found.any()) else None
 
     def rehearse_experts(self, num_tokens: int) -> None:
         """Runs an expert of each layer where the host will divide a step of so many tokens on 1, 2, 4, … rows: how many meet an
@@ -170,7 +161,7 @@ class Decoder:
         if inputs.step is None:
             return self.no_rows(0)
         self._choose(batch.lora)
-        self.handed.ids, self.handed.seen = batch.token_ids, self.seen(batch)
+        self.handed.begin(batch.token_ids)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)

@@ -13,8 +13,8 @@ from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
-from nanovllm_cli.models.families import IDS_OF_IMAGES, section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all, no_file
+from nanovllm_cli.models.families import section_keys
+from nanovllm_cli.models.family import ANOTHER, IDS_OF_IMAGES, Family, GGUFField, has_all, no_file
 from nanovllm_cli.models.names import MATRICES, MLP_BIASES, SHARED_NAMES
 from nanovllm_cli.models.rotary import rope_section, with_sections
 from nanovllm_cli.rope_spec import RopeSpec

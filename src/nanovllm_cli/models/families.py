@@ -16,7 +16,7 @@ from nanovllm_cli.mlp_spec import MLPSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
+from nanovllm_cli.models.family import ANOTHER, IDS_OF_IMAGES, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
 from nanovllm_cli.models.names import MIXTRAL_NAMES, MLP_BIASES, OUT_BIAS, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, rope_of_windows, stretched, woven
 from nanovllm_cli.overrides import above_defaults
@@ -197,10 +197,6 @@ def _both_ways(spec: ModelSpec, family: Family, *, both_ways: bool) -> ModelSpec
         raise UnsupportedError(f"{spec.architecture}: attention in both directions is not supported in such a model", ANOTHER)
     spec = replace(spec, has_head=False, tied_head=True)
     return spec.each_attention(lambda layer, a: replace(a, both_ways=True, window=a.window and a.window // 2 + 1))
-
-
-IDS_OF_IMAGES = tuple(f"{kind}{place}_token_id" for kind in ("image", "video") for place in ("", "_start", "_end"))
-"""Of tokens that stand for images and videos, or are around them, which the part for texts may ask for."""
 
 
 def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:

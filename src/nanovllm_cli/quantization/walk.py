@@ -21,7 +21,8 @@ from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.state_spec import WkvSpec
-from nanovllm_cli.weights.scoring import scoring_of, second_text_of
+from nanovllm_cli.weights.pooling import embedding_of
+from nanovllm_cli.weights.scoring import second_text_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, matrix_types, names_of
 
 
@@ -34,11 +35,6 @@ class Walk:
             name = original.spec.architecture
             raise UnsupportedError(
                 f"a {name} model with experts is not calibrated yet: its router reads what they do not", "use --algorithm rtn"
-            )
-        if any(mixture.seen is not None for mixture in mixtures):
-            name = original.spec.architecture
-            raise UnsupportedError(
-                f"a {name} model is not calibrated yet: of texts alone its experts for images read nothing", "use --algorithm rtn"
             )
         if any(mixture.router is not None for mixture in mixtures):
             name = original.spec.architecture
@@ -77,7 +73,7 @@ class Walk:
         second_text = None
         if original.spec.tells_texts_apart:
             tokenizer = original.tokenizer()
-            second_text = second_text_of(scoring_of(original.checkpoint, tokenizer), tokenizer, original.spec)
+            second_text = second_text_of(embedding_of(original.checkpoint), tokenizer, original.spec)
         self.calibration = Calibration(
             original.spec, sequences, embedding, platform, dtype, per_layer, entry, second_text
         )
