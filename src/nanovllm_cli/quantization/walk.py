@@ -21,8 +21,7 @@ from nanovllm_cli.quant.dense import DenseStorage
 from nanovllm_cli.quantization.calibration import Calibration, EntryRows, PerLayerRows, Routed
 from nanovllm_cli.quantization.original import Original
 from nanovllm_cli.state_spec import WkvSpec
-from nanovllm_cli.weights.pooling import embedding_of
-from nanovllm_cli.weights.scoring import second_text_of
+from nanovllm_cli.weights.scoring import scoring_of, second_text_of
 from nanovllm_cli.weights.tensor_names import checkpoint_name, matrix_types, names_of
 
 
@@ -73,7 +72,7 @@ class Walk:
         second_text = None
         if original.spec.tells_texts_apart:
             tokenizer = original.tokenizer()
-            second_text = second_text_of(embedding_of(original.checkpoint), tokenizer, original.spec)
+            second_text = second_text_of(scoring_of(original.checkpoint, tokenizer), tokenizer, original.spec)
         self.calibration = Calibration(
             original.spec, sequences, embedding, platform, dtype, per_layer, entry, second_text
         )
