@@ -19,6 +19,8 @@
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
     Mistral 4   mlp.experts.gate_up_proj_scale_inv [E, 2, 1]    mlp.experts.0.gate_proj.weight_scale_inv and up_proj…, [1]; [E] is
                                                                 one for both; …_activation_scale alike
+    ERNIE VL    mlp.experts.64.up_proj.weight, 64 for texts     mlp.vision.experts.0.up_proj.weight; routers are turned over, and
+                                                                of biases that choose the second row is of these
     Llama 4     feed_forward.experts.gate_up_proj [E, K, 2 N]   feed_forward.experts.0.gate_proj.weight and up_proj.weight, [N, K]
     Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
                 ffn_up_shexp
@@ -43,8 +45,7 @@
                 attn.x_r [1, 1, K], attn.r_k [H, D]             the same [K]
     BART        final_logits_bias [1, N]                        the same [N]
     Moonshine   mlp.fc1.weight [2 N, K]                         mlp.up_proj.weight, and behind it mlp.gate_proj; biases alike
-    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] also .1
-                mlp.experts.64.up_proj.weight of 64 for texts   mlp.vision.experts.0.up_proj.weight
+    ERNIE       mlp.moe_statics.e_score_correction_bias [1, E]  mlp.moe_statics.e_score_correction_bias.0 [E], of [2, E] as well
 
 So readers, loader and formats know nothing of it. What is taken out is a view of the mapped file. Of matrices that others
 quantized it is done to what they stand for (`quantized_rows.py`).
