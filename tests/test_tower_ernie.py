@@ -83,6 +83,9 @@ def test_both_forms_of_a_config_are_the_same_model() -> None:
     assert sizes == (64, 1536, 512, None)
     assert mixture.seen_ids == (100295, 101304, 101305, 101306, 101307, 103367)
     assert rope.axes == (1, 2) * 22 + (0,) * 20
+    assert spec_of(moe_layer_end_index=[-1, -1]).blocks == made[0].blocks
+    kinds = ["dense", *["sparse"] * 27]
+    assert spec_of(mlp_layer_types=kinds, im_patch_id=9).blocks[1].mlp.seen_ids[0] == 9
     numbers = 27 * (64 * 3 * 2560 * (1536 + 512) + 3 * 2560 * 3072 + 2 * 64 * 2561) + 3 * 2560 * 12288  # each expert's matrices
     assert sum(block.mlp.num_weights(2560) for block in made[0].blocks if block.mlp is not None) == numbers
 

@@ -94,12 +94,12 @@ def _of_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
     said = {"moe_intermediate_size": [*_SIZES], "moe_layer_start_index": 1, **config}
     lists = {key: said[key] for key in _OF_BOTH if isinstance(said.get(key), list) and said[key]}
     found = {**said, **{key: each[0] for key, each in lists.items()}}
-    found |= {f"{_OF_IMAGES}{key}": each[1] for key, each in lists.items() if len(each) > 1}
+    found |= {f"{_OF_IMAGES}{key}": each[1] for key, each in lists.items() if len(each) > 1 and each[1] != -1}
     end, layers = found.get("moe_layer_end_index"), found.get("num_hidden_layers")
     if type(end) is type(layers) is int and end >= layers:
         found["moe_layer_end_index"] = None
     if found.get("mlp_layer_types") is not None:
-        found |= {"mlp_only_layers": layers_without_experts(found, 1), "moe_layer_start_index": 0}
+        found |= {"mlp_only_layers": layers_without_experts(found, 1), **dict.fromkeys((_FIRST, f"{_OF_IMAGES}{_FIRST}"), 0)}
     return found
 
 
@@ -109,7 +109,7 @@ _SECTIONS = [22, 22, 20]
 
 
 def _that_sees(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    """Frequencies turn by lines and columns in turns, and the lowest by time."""
+    """With experts for images; frequencies turn by lines and columns in turns, and the lowest by time."""
     spec = _with_experts_from_hf(spec, read)
 
     def turned(rope: RopeSpec) -> RopeSpec:
@@ -122,8 +122,8 @@ def _that_sees(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
             raise UnsupportedError(told, "known: as many of lines as of columns, and of time")
         return replace(rope, dealt=True)
 
-    ids = {read.integer(key, usual, least=0) for key, usual in _IDS.items()}
-    ids.add(read.integer(_PUBLISHED_ID, _IDS["image_token_id"], least=0))
+    known = _IDS | {"image_token_id": read.integer(_PUBLISHED_ID, _IDS["image_token_id"], least=0)}
+    ids = {read.integer(key, usual, least=0) for key, usual in known.items()}
     if read.values.get(f"{_OF_IMAGES}{_FIRST}", first := read.values.get(_FIRST)) != first or not (
         read.integer(f"{_OF_IMAGES}{_LAST}", spec.num_layers) >= spec.num_layers - 1
     ):
