@@ -11,7 +11,7 @@ PACKAGE = Path(__file__).resolve().parents[1] / "src" / "nanovllm_cli"
 TIERS = {
     "errors": 0, "config": 0, "sampling_params": 0, "sampling_fields": 0,
     "batch": 0, "mixer_spec": 0, "model_spec": 0, "progress": 0, "folders": 0,
-    "constraint": 0, "prompts": 0, "processors": 0, "children": 0, "system": 0, "collector": 0, "vision_spec": 0,
+    "constraint": 0, "prompts": 0, "processors": 0, "children": 0, "system": 0, "collector": 0, "vision_spec": 0, "tower_spec": 0,
     "router_spec": 0, "mosaic": 0, "sam_spec": 0, "fastvit_spec": 0, "pictures": 0, "control_groups": 0, "tokens_spec": 0,
     "limited": 0, "together": 0,
     "tiles_spec": 0, "resampler_spec": 0, "leading": 0,

@@ -92,6 +92,13 @@ MADE: dict[str, tuple[str, dict[str, Any]]] = {
     "lighton_ocr": ("LightOnOcr", {
         "text_config": TEXT | {"model_type": "qwen3", "rms_norm_eps": 1e-2}, "vision_config": PIXTRAL,
     }),
+    "ernie": ("Ernie4_5_VLMoe", {
+        "text_config": {key: value for key, value in TEXT.items() if key != "head_dim"} | {
+            "moe_num_experts": 2, "moe_k": 1, "moe_intermediate_size": [8, 4], "rms_norm_eps": 1e-2,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [2, 2, 2]},
+        },
+        "vision_config": QWEN | {"hidden_size": 32, "intermediate_size": 40, "rms_norm_eps": 1e-3},
+    }),
     "glm4v": ("Glm4v", {"text_config": TEXT | MROPE, "vision_config": GLM | {"out_hidden_size": 24, "image_size": 20}}),
     "glm4v_moe": ("Glm4vMoe", {
         "text_config": TEXT | MROPE | {"n_routed_experts": 2, "moe_intermediate_size": 8, "num_experts_per_tok": 1},
@@ -351,6 +358,8 @@ def make(name: str, folder: Path) -> Made:
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             if name in ("hunyuan", "lfm3", "hyperclovax"):
                 return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
+            if name == "ernie":
+                return model.model.get_image_features(given["pixel_values"], given["image_grid_thw"]).pooler_output[0], []
             found = model.model.visual(given["pixel_values"], grid_thw=given["image_grid_thw"])
             return found.pooler_output, list(getattr(found, "deepstack_features", None) or [])
 
@@ -375,6 +384,12 @@ def image_processor(name: str) -> Any:
         from transformers.models.hunyuan_vl.image_processing_pil_hunyuan_vl import HunYuanVLImageProcessorPil
 
         return HunYuanVLImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
+    if name == "ernie":
+        from transformers.models.ernie4_5_vl_moe.image_processing_pil_ernie4_5_vl_moe import (
+            Ernie4_5_VLMoeImageProcessorPil,
+        )
+
+        return Ernie4_5_VLMoeImageProcessorPil(patch_size=4, size={"shortest_edge": 64, "longest_edge": 1 << 14})
     from transformers.models.qwen2_vl.image_processing_pil_qwen2_vl import Qwen2VLImageProcessorPil
 
     colours: dict[str, Any] = {"image_mean": [0.5] * 3, "image_std": [0.5] * 3} if name.startswith("qwen3") else {}

@@ -19,6 +19,7 @@ from transformers import (
     CohereCompassConfig,
     DeepseekOcr2Config,
     DeepseekVLConfig,
+    Ernie4_5_VLMoeConfig,
     Exaone4_5_Config,
     FastVlmConfig,
     Gemma3Config,
@@ -116,6 +117,16 @@ MODELS: dict[str, Any] = {
         text_config=QWEN_TEXT, **QWEN_IDS,
         vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40, "out_hidden_size": 48, "window_size": 16,
                                     "fullatt_block_indexes": [2]},
+    ),
+    "ernie4.5-vl": Ernie4_5_VLMoeConfig(
+        text_config={key: value for key, value in SMALL.items() if key not in ("head_dim", "pad_token_id")} | {
+            "vocab_size": 513, "num_attention_heads": 3, "num_key_value_heads": 1, "moe_num_experts": 5, "moe_k": 2,
+            "moe_num_shared_experts": 1, "moe_intermediate_size": [36, 20], "tie_word_embeddings": True,
+            "rope_parameters": {"rope_type": "default", "rope_theta": 1e4, "mrope_section": [3, 3, 2]},
+        },
+        vision_config=QWEN_TOWER | {"hidden_size": 32, "intermediate_size": 40},
+        image_token_id=512, video_token_id=511, image_start_token_id=7, image_end_token_id=8, video_start_token_id=9,
+        video_end_token_id=10,
     ),
     "exaone4.5": Exaone4_5_Config(
         image_token_id=512, video_token_id=511,
@@ -485,10 +496,15 @@ def seen_by_transformers(model: Any, vision: VisionSpec, prompt: TokenIds, token
             patches.append(cells.permute(1, 2, 4, 5, 0, 3, 6).flatten(0, 3))  # a row a patch, line by line
         else:
             flat = cells.permute(1, 4, 2, 5, 0, 3, 6).flatten(0, 3)  # cell by cell
-            patches.append(flat[:, :, None].expand(-1, -1, 2, -1, -1).flatten(1))
+            frames = 1 if model.config.model_type == "ernie4_5_vl_moe" else 2
+            patches.append(flat[:, :, None].expand(-1, -1, frames, -1, -1).flatten(1))
         grids.append([1, lines * tower.merge, columns * tower.merge])
     grid = torch.tensor(grids)
-    return {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+    given = {"input_ids": ids, "pixel_values": torch.cat(patches), "image_grid_thw": grid, "mm_token_type_ids": is_image}
+    if model.config.model_type == "ernie4_5_vl_moe":  # of which experts are asked, beside positions
+        around = torch.tensor([*range(7, 11), model.config.video_token_id])
+        given["moe_mm_token_type_ids"] = is_image | torch.isin(ids, around).int()
+    return given
 
 
 def gemma_4s_patches(prompt: TokenIds, side: int) -> dict[str, torch.Tensor]:

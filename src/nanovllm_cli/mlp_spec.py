@@ -72,6 +72,8 @@ class MoESpec:
     table_rows (DeepSeek-V4): a token's experts are those of its row in a table of so many, and the router weighs them alone.
     latent_size (Nemotron 3 Super): experts read and give so many numbers of a token, which one matrix makes of what the router
     reads, and another makes as many as before of their sum. None: they read what the router does.
+    seen (ERNIE 4.5 VL): the mixture, without a shared expert, that tokens of the numbers seen_ids go through instead: those that
+    stand for images, and what is around them. What a token is follows from its number, wherever it stands.
     apart (Gemma 4): the shared expert has the layer's MLP's place, the mixture goes beside it: experts and router each read the
     residual stream through a norm of their own, logits are divided by sqrt(hidden_size), and both results are normed.
     """
@@ -98,10 +100,13 @@ class MoESpec:
     latent_size: int | None = None
     table_rows: int = 0
     router: RouterSpec | None = None
+    seen: MoESpec | None = None
+    seen_ids: tuple[int, ...] = ()
 
     def num_weights(self, hidden_size: int) -> int:
         """Numbers in it, in a model of this width."""
-        return self._every(hidden_size) + self.num_routed(hidden_size)
+        beside = 0 if self.seen is None else self.seen._every(hidden_size)
+        return self._every(hidden_size) + self.num_routed(hidden_size) + beside
 
     def num_active(self, hidden_size: int) -> int:
         """Those that a token is multiplied with: the router's, and of the experts that it takes."""
@@ -113,7 +118,14 @@ class MoESpec:
 
     def num_routed(self, hidden_size: int) -> int:
         """Numbers in its experts, but for a shared one."""
-        return self.num_experts * self.expert.num_weights(self.width(hidden_size))
+        own = self.num_experts * self.expert.num_weights(self.width(hidden_size))
+        return own + (0 if self.seen is None else self.seen.num_routed(hidden_size))
+
+    def share_taken(self, hidden_size: int) -> float:
+        """Of what its experts are, what those are that a token takes, of a text."""
+        if self.seen is None:
+            return self.experts_per_token / self.num_experts
+        return self.experts_per_token * self.expert.num_weights(self.width(hidden_size)) / self.num_routed(hidden_size)
 
     def _every(self, hidden_size: int) -> int:
         """What all tokens take."""

@@ -344,8 +344,8 @@ class ModelSpec:
 
     @property
     def expert_share(self) -> float:
-        """Of its experts, those that a token takes; 1 where there are none."""
-        return min((b.mlp.experts_per_token / b.mlp.num_experts for b in self.blocks if isinstance(b.mlp, MoESpec)), default=1.0)
+        """Of its experts, those that a text's token takes; 1 where there are none."""
+        return min((b.mlp.share_taken(self.hidden_size) for b in self.blocks if isinstance(b.mlp, MoESpec)), default=1.0)
 
     @property
     def prompt_work(self) -> int:

@@ -21,8 +21,9 @@ class RopeSpec:
     always (GGUF's rope_freqs). attention_factor multiplies cos and sin; None takes the method's own rule.
     interleaved: pairs are (2i, 2i + 1) rather than (i, dim / 2 + i). sections: how many frequencies turn by each of the three
     or four positions that an image's tokens have, one behind the other, or with `woven` in turns as long as each has some
-    left (M-RoPE); empty: all by one. backwards: by angles below 0 (NanoChat). every: a token turns by the last position up to
-    its own that is a multiple of it, as what stands for so many tokens does (`DigestSpec`).
+    left (M-RoPE); empty: all by one. dealt (ERNIE 4.5 VL): sections are of rows, of columns, of which there are as many and
+    which lie in turns, and of time, behind them. backwards: by angles below 0 (NanoChat). every: a token turns by the last
+    position up to its own that is a multiple of it, as what stands for so many tokens does (`DigestSpec`).
     """
 
     dim: int
@@ -43,6 +44,7 @@ class RopeSpec:
     long_divisors: tuple[float, ...] = ()
     sections: tuple[int, ...] = ()
     woven: bool = False
+    dealt: bool = False
     backwards: bool = False
     every: int = 1
 
@@ -50,6 +52,8 @@ class RopeSpec:
     def axes(self) -> tuple[int, ...]:
         """By which of a token's positions each frequency turns: see `Batch`. They are not dim / 2
         where a config says nothing of it, or nonsense, which texts don't mind."""
+        if self.dealt and len(self.sections) == 3:
+            return (1, 2) * self.sections[0] + (0,) * self.sections[2]
         if not self.woven or not self.sections:
             return tuple(axis for axis, count in enumerate(self.sections) for _ in range(count))
         return tuple(i % 3 if i < 3 * self.sections[i % 3] else 0 for i in range(self.dim // 2))

@@ -216,6 +216,8 @@ class CudaPlatform:
             raise UnsupportedError(*NO_GATED_STREAMS)
         if any(attention.shared is not None for attention in spec.attentions):
             raise UnsupportedError(*NO_DIGESTS)
+        if (mixture := spec.mixture) is not None and mixture.seen is not None:
+            raise UnsupportedError("experts for images alone (ERNIE 4.5 VL) on a GPU are not supported yet", "add --device cpu")
         cache_dtype, _ = cache_dtypes(self.config.cache_types, dtype)
         longest = self._longest(spec.max_position)
         chunk = spec.chunk if spec.chunk is not None and longest > spec.chunk else None

@@ -56,8 +56,8 @@ class GraphCache:
         self._graphs: OrderedDict[tuple[object, ...], DecodeGraph] = OrderedDict()
 
     def fits(self, batch: Batch) -> bool:
-        """True for a step of decodes only, with their guesses."""
-        return self._recordable and batch.num_tokens == batch.logit_rows.shape[0]
+        """True for a step of decodes only, with their guesses, none of which takes experts for images."""
+        return self._recordable and batch.num_tokens == len(batch.logit_rows) and self._model.handed.are_texts(batch.token_ids)
 
     def logits(self, inputs: StepInputs, keeps_hidden: bool = False) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Logits [T, vocab] and, if they are kept, rows [T, hidden], by a graph that is there or is recorded now."""

@@ -44,7 +44,7 @@ NEAR = Placement()
 def group_of(name: str, *, tied: bool) -> Part | None:
     """None for what is always on the GPU."""
     match name.split("."):
-        case ["blocks", number, "experts", *_] | ["blocks", number, "values", "experts", *_]:
+        case ["blocks", number, "experts", *_] | ["blocks", number, "values" | "seen", "experts", *_]:
             return Part("experts", int(number))
         case ["blocks", number, part, *_]:
             return None if part in ALWAYS_NEAR else Part("layer", int(number))

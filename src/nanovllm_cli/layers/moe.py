@@ -58,15 +58,19 @@ class MoE:
             assert self.scoring is None, "no model has more there"
             self.scoring = Scoring(nearness=spec.nearness)
         assert not spec.scales_input or (spec.experts_per_token == 1 and spec.norm_topk and self.scoring is None), "weights of 1"
+        self.seen = None if spec.seen is None else MoE(spec.seen, norm, hidden_size, kit.at("seen"))
+        self.kinds = HandedOn()
         self.apart = _Apart(norm, hidden_size, kit) if spec.apart else None
         self.mixture = kit.ops.mixture(self.experts, spec.experts_per_token, spec.norm_topk, self.scoring)
 
     def __call__(self, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor:
         """slots [T]: the batch's. Of rows without one anything may come out."""
         x = plain(x, self.ops)
-        logits = self._logits(x)
-        own = self.mixture(self.read(x, logits), logits, slots, self._ids)
-        own = own if self.latent_out is None else self.latent_out(own)
+        own = self._by_kind(x)
+        if own is None:
+            logits = self._logits(x)
+            own = self.mixture(self.read(x, logits), logits, slots, self._ids)
+            own = own if self.latent_out is None else self.latent_out(own)
         return own if self.shared is None else self.ops.add(own, self._shared(self.shared, x), 0.5 if self.spec.averaged else 1.0)
 
     def onto(self, residual: torch.Tensor, x: Hidden, slots: torch.Tensor | None = None) -> torch.Tensor | None:
@@ -76,6 +80,8 @@ class MoE:
         shared = None
         if self.shared is not None:
             shared = self.shared.onto(residual, x) if self.shared_gate is None else self._shared(self.shared, x)
+        if (of_kinds := self._by_kind(x)) is not None:
+            return of_kinds if shared is None else self.ops.add(of_kinds, shared)
         logits = self._logits(x)
         if self.latent_out is None:
             own = self.mixture.onto(residual, self.read(x, logits), logits, slots, self._ids)
@@ -105,12 +111,26 @@ class MoE:
             self.early = handed
         if self.handed is not None:
             self.handed = handed
+        if self.seen is not None:
+            self.kinds = handed
 
     def route(self, stream: torch.Tensor) -> None:
         """Of a mixture that is routed early: what its experts will be chosen by. stream [T, hidden]: as the layer finds it."""
         assert self.early is not None
         assert self.router is not None
         self.early.rows = self.router.matmul(stream, self.router_bias, torch.float32)
+
+    def _by_kind(self, x: torch.Tensor) -> torch.Tensor | None:
+        """What experts give, but for the shared one, of a step in which some tokens take those of `seen`; None of any other."""
+        if self.seen is None or self.kinds.seen is None:
+            return None
+        made = torch.empty_like(x)
+        for own, are_its in ((self, ~self.kinds.seen), (self.seen, self.kinds.seen)):
+            rows = are_its.nonzero()[:, 0]
+            if len(rows):
+                read = x[rows]
+                made[rows] = own.mixture(read, own._logits(read))
+        return made
 
     def _shared(self, shared: MLP, x: torch.Tensor) -> torch.Tensor:
         if self.shared_gate is None:
@@ -145,7 +165,8 @@ class MoE:
     def expert_bytes(self) -> int:
         """Memory of the experts' matrices."""
         matrices = (linear for expert in self.experts for linear in (expert.gate_up, expert.down))
-        return sum(linear.weight.num_bytes for linear in matrices if linear is not None)
+        own = sum(linear.weight.num_bytes for linear in matrices if linear is not None)
+        return own + (0 if self.seen is None else self.seen.expert_bytes)
 
     def slots(self) -> Slots:
         slots: Slots = {} if self.deep is None else self.deep.slots()
@@ -162,6 +183,8 @@ class MoE:
             slots["router.expert_scale"] = table_slot(self.scoring.expert_scale)
         if self.apart is not None:
             slots |= self.apart.slots()
+        if self.seen is not None:
+            slots |= {f"seen.{name}": slot for name, slot in self.seen.slots().items()}
         if self.shared is not None:
             slots |= {f"shared.{name}": slot for name, slot in self.shared.slots().items()}
         if (gate := self.shared_gate) is not None:

@@ -9,22 +9,42 @@ from nanovllm_cli.layers.kit import Kit
 from nanovllm_cli.layers.linear import Linear
 from nanovllm_cli.layers.norm import RMSNorm
 from nanovllm_cli.layers.slots import Slots, table_slot
+from nanovllm_cli.mlp_spec import MoESpec
 from nanovllm_cli.norm_spec import NormSpec
 from nanovllm_cli.router_spec import RouterSpec
 
 
 class HandedOn:
     """What a step's last router leaves to the next one, rows [T, width], None before the first; of a mixture that is routed
-    early, what it leaves to its own experts: logits [T, E]. ids [T]: the step's tokens, of mixtures that go by a table."""
+    early, what it leaves to its own experts: logits [T, E]. ids [T]: the step's tokens, of mixtures that go by a table. seen [T]
+    bool: which of them take the experts of `MoESpec.seen`; None where none does."""
 
-    def __init__(self) -> None:
+    def __init__(self, mixture: MoESpec | None = None) -> None:
         self.rows: torch.Tensor | None = None
+        self._seen_ids = None if mixture is None or mixture.seen is None else torch.tensor(mixture.seen_ids)
         self.ids: torch.Tensor | None = None
+        self.seen: torch.Tensor | None = None
+
+    def begin(self, ids: torch.Tensor) -> None:
+        """A step of these tokens [T]."""
+        self.ids, self.seen = ids, self.of_images(ids)
+
+    def are_texts(self, ids: torch.Tensor) -> bool:
+        """Whether none of these tokens takes experts for images, as in all recorded steps."""
+        return self.of_images(ids) is None
+
+    def of_images(self, ids: torch.Tensor) -> torch.Tensor | None:
+        """[T] bool: which of these tokens do; None where none does."""
+        if self._seen_ids is None:
+            return None
+        found = torch.isin(ids, self._seen_ids)
+        return found if bool(found.any()) else None
 
     def keep(self, rows: torch.Tensor) -> None:
         """Only these tokens go on."""
         self.rows = None if self.rows is None else self.rows[rows]
         self.ids = None if self.ids is None else self.ids[rows]
+        self.seen = None if self.seen is None else self.seen[rows]
 
 
 class Router:

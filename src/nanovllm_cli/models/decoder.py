@@ -71,7 +71,7 @@ class Decoder:
         self.last_keeper = spec.last_keeper
         self.has_readers = any(block.mixer or block.looks for block in spec.computed[self.last_keeper + 1 :])
         self.blocks = [Block(block, spec, kit.at(f"blocks.{i}")) for i, block in enumerate(spec.blocks)]
-        self.handed, owners, first = HandedOn(), dict[int, Shared](), FirstValues()
+        self.handed, owners, first = HandedOn(spec.mixture), dict[int, Shared](), FirstValues()
         for block in self.blocks:
             if isinstance(block.mixer, AheadOfState):
                 block.mixer.share(owners)
@@ -161,7 +161,7 @@ class Decoder:
         if inputs.step is None:
             return self.no_rows(0)
         self._choose(batch.lora)
-        self.handed.ids = batch.token_ids
+        self.handed.begin(batch.token_ids)
         residual, x = self.enter(batch)
         ids = batch.token_ids if batch.images is None else batch.token_ids.index_fill(0, batch.images.rows, NOBODY)
         every = None if self.per_layer is None else self.per_layer(ids, batch.token_table, residual)

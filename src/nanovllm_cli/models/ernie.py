@@ -1,5 +1,6 @@
 """ERNIE 4.5: Llama with its rotary pairs side by side; with experts, shared ones, and a bias by which they are chosen alone. What
-sees has experts for images beside those for texts, which are left aside, and routers turned over (`weights/stacked.py`)."""
+sees has experts of its own for images (`MoESpec.seen`), with numbers behind those for texts, and routers turned over
+(`weights/stacked.py`). What it sees by: `towers_ernie.py`."""
 
 from __future__ import annotations
 
@@ -8,13 +9,15 @@ from dataclasses import replace
 from typing import Any
 
 from nanovllm_cli.errors import UnsupportedError
-from nanovllm_cli.mlp_spec import MoESpec
+from nanovllm_cli.mlp_spec import MLPSpec, MoESpec
 from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.models.config_reader import ConfigReader
 from nanovllm_cli.models.experts import ExpertKeys, layers_without_experts
 from nanovllm_cli.models.families import section_keys
-from nanovllm_cli.models.family import ANOTHER, Family, GGUFField, has_all
-from nanovllm_cli.models.names import MLP_BIASES, SHARED_NAMES
+from nanovllm_cli.models.family import ANOTHER, IDS_OF_IMAGES, Family, GGUFField, has_all, no_file
+from nanovllm_cli.models.names import MATRICES, MLP_BIASES, SHARED_NAMES
+from nanovllm_cli.models.rotary import rope_section, with_sections
+from nanovllm_cli.rope_spec import RopeSpec
 
 
 def _from_hf(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
@@ -78,26 +81,72 @@ ERNIE4_5_MOE = replace(
 )  # fmt: skip
 
 
-_OF_BOTH = ("moe_num_experts", "moe_intermediate_size", "moe_layer_start_index", "moe_layer_end_index")
+_FIRST, _LAST = "moe_layer_start_index", "moe_layer_end_index"
+_OF_BOTH = "moe_num_experts", "moe_intermediate_size", _FIRST, _LAST
 """Of experts for texts, and of those for images, in a list."""
+_SIZES = 1536, 512
+_OF_IMAGES, _PUBLISHED_ID = "of_images.", "im_patch_id"
 
 
 def _of_texts(config: Mapping[str, Any]) -> Mapping[str, Any]:
-    """The same of texts alone. A last layer with experts behind the last layer is that."""
-    said = {"moe_intermediate_size": 1536, "moe_layer_start_index": 1, **config}
-    found = {**said, **{key: said[key][0] for key in _OF_BOTH if isinstance(said.get(key), list) and said[key]}}
+    """The same of texts alone, and what is of images apart. A last layer with experts behind the last layer is that; layers that
+    have experts for one kind alone are not believed in."""
+    said = {"moe_intermediate_size": [*_SIZES], "moe_layer_start_index": 1, **config}
+    lists = {key: said[key] for key in _OF_BOTH if isinstance(said.get(key), list) and said[key]}
+    found = {**said, **{key: each[0] for key, each in lists.items()}}
+    found |= {f"{_OF_IMAGES}{key}": each[1] for key, each in lists.items() if len(each) > 1 and each[1] != -1}
     end, layers = found.get("moe_layer_end_index"), found.get("num_hidden_layers")
     if type(end) is type(layers) is int and end >= layers:
         found["moe_layer_end_index"] = None
     if found.get("mlp_layer_types") is not None:
-        found |= {"mlp_only_layers": layers_without_experts(found, 1), "moe_layer_start_index": 0}
+        found |= {"mlp_only_layers": layers_without_experts(found, 1), **dict.fromkeys((_FIRST, f"{_OF_IMAGES}{_FIRST}"), 0)}
     return found
 
 
+_IDS = dict(zip(IDS_OF_IMAGES, (100295, 101304, 101305, 103367, 101306, 101307), strict=True))
+"""Where a config does not say."""
+_SECTIONS = [22, 22, 20]
+
+
 def _that_sees(spec: ModelSpec, read: ConfigReader) -> ModelSpec:
-    return _with_experts_from_hf(spec, read).each_rope(lambda rope: replace(rope, sections=()))
+    """With experts for images; frequencies turn by lines and columns in turns, and the lowest by time."""
+    spec = _with_experts_from_hf(spec, read)
+
+    def turned(rope: RopeSpec) -> RopeSpec:
+        if not rope.sections:
+            told = rope_section(read).values.get("mrope_section") or read.values.get("freq_allocation")
+            rows = (rope.dim // 2 - told) // 2 if type(told) is int else None
+            rope = with_sections(rope, _SECTIONS if rows is None else [rows, rows, told], read)
+        if rope.sections and (len(rope.sections) != 3 or rope.sections[0] != rope.sections[1]):
+            told = f"{read.where}: rotary positions in sections of {[*rope.sections]}"
+            raise UnsupportedError(told, "known: as many of lines as of columns, and of time")
+        return replace(rope, dealt=True)
+
+    known = _IDS | {"image_token_id": read.integer(_PUBLISHED_ID, _IDS["image_token_id"], least=0)}
+    ids = {read.integer(key, usual, least=0) for key, usual in known.items()}
+    if read.values.get(f"{_OF_IMAGES}{_FIRST}", first := read.values.get(_FIRST)) != first or not (
+        read.integer(f"{_OF_IMAGES}{_LAST}", spec.num_layers) >= spec.num_layers - 1
+    ):
+        told = f"{read.where}: layers with experts for texts alone, or for images alone"
+        raise UnsupportedError(told, "known: for both, or for none")
+
+    def seeing(mlp: MLPSpec | MoESpec) -> MLPSpec | MoESpec:
+        if not isinstance(mlp, MoESpec):
+            return mlp
+        count, size = (read.integer(f"{_OF_IMAGES}{key}", usual) for key, usual in (
+            ("moe_num_experts", mlp.num_experts), ("moe_intermediate_size", _SIZES[1])))  # fmt: skip
+        if count != mlp.num_experts:
+            raise UnsupportedError(f"{read.where}: {count} experts for images", f"known: as many as for texts, {mlp.num_experts}")
+        seen = replace(mlp, expert=replace(mlp.expert, intermediate_size=size), shared=None)
+        return replace(mlp, seen=seen, seen_ids=tuple(sorted(ids)))
+
+    return spec.each_rope(turned).each_mlp(seeing)
 
 
+_EXPERTS = "blocks.{i}.seen."
+ERNIE_VL_NAMES = (
+    "Ernie4_5_VLMoeForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration", "Ernie4_5_VLMoEForCausalLM",
+)  # fmt: skip
 ERNIE4_5_VL = replace(
     ERNIE4_5_MOE,
     config=_of_texts,
@@ -106,4 +155,12 @@ ERNIE4_5_VL = replace(
         "vocab_size": 103424, "hidden_size": 2560, "intermediate_size": 12288, "num_hidden_layers": 28, "num_attention_heads": 20,
     },
     hf=_that_sees,
+    hf_names={
+        **ERNIE4_5_MOE.hf_names,
+        f"{_EXPERTS}router.weight": "model.layers.{i}.mlp.gate.weight_1",
+        f"{_EXPERTS}router.selection_bias": "model.layers.{i}.mlp.moe_statics.e_score_correction_bias.1",
+        **{f"{_EXPERTS}experts.{{e}}.{part}.weight": f"model.layers.{{i}}.mlp.vision.experts.{{e}}.{part}_proj.weight"
+           for part in MATRICES},
+    },
+    gguf_like=no_file("ERNIE 4.5 VL"),
 )  # fmt: skip

@@ -16,7 +16,7 @@ from nanovllm_cli.mlp_spec import MLPSpec
 from nanovllm_cli.model_spec import BlockSpec, ModelSpec
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
 from nanovllm_cli.models.experts import MIXTRAL_KEYS, QWEN_KEYS, mlps_from_gguf, mlps_from_hf
-from nanovllm_cli.models.family import ANOTHER, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
+from nanovllm_cli.models.family import ANOTHER, IDS_OF_IMAGES, SQUARED, Family, GGUFField, ReadValues, has_all, no_file
 from nanovllm_cli.models.names import MIXTRAL_NAMES, MLP_BIASES, OUT_BIAS, QWEN_NAMES
 from nanovllm_cli.models.rotary import check_one_rope, rope_from_gguf, rope_from_hf, rope_of_windows, stretched, woven
 from nanovllm_cli.overrides import above_defaults
@@ -207,7 +207,7 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: 'text_config' must be an object", BROKEN)
     outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None}
-    return {**inner, **outer}
+    return {**{key: config[key] for key in IDS_OF_IMAGES if key in config}, **inner, **outer}
 
 
 def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -> tuple[int | None, list[str]]:

@@ -72,6 +72,10 @@ def weight_keys(spec: ModelSpec) -> dict[str, GGUFField]:
     return {} if mixture is None else {"expert_weights_scale": mixture.scale, "expert_weights_norm": mixture.norm_topk}
 
 
+IDS_OF_IMAGES = tuple(f"{kind}{place}_token_id" for kind in ("image", "video") for place in ("", "_start", "_end"))
+"""Of tokens that stand for images and videos, or are around them, which the part for texts may ask for."""
+
+
 def no_file(name: str) -> Callable[[ModelSpec], Family]:
     """A `Family.gguf_like` of models that llama.cpp has no architecture for."""
 

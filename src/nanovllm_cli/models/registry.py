@@ -37,7 +37,7 @@ from nanovllm_cli.models.dory import DORY
 from nanovllm_cli.models.dots import DOTS1
 from nanovllm_cli.models.eagle import EAGLE3, OWN_ARCHITECTURES, is_eagle
 from nanovllm_cli.models.embedding_gemma2 import EMBEDDING_GEMMA2
-from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, PADDLEOCR
+from nanovllm_cli.models.ernie import ERNIE4_5, ERNIE4_5_MOE, ERNIE4_5_VL, ERNIE_VL_NAMES, PADDLEOCR
 from nanovllm_cli.models.exaone import EXAONE, EXAONE4, EXAONE_MOE
 from nanovllm_cli.models.falcon import FALCON, family_of_falcon
 from nanovllm_cli.models.falcon_h1 import FALCON_H1
@@ -190,7 +190,7 @@ HF_ARCHITECTURES: dict[str, Family] = {
     "Qwen3VLMoeForConditionalGeneration": QWEN3_VL_MOE,
     **dict.fromkeys(("Ernie4_5ForCausalLM", "Ernie4_5_ForCausalLM"), ERNIE4_5),
     "Ernie4_5_MoeForCausalLM": ERNIE4_5_MOE,
-    "Ernie4_5_VLMoeForConditionalGeneration": ERNIE4_5_VL,
+    **dict.fromkeys(ERNIE_VL_NAMES, ERNIE4_5_VL),
     "DoryForCausalLM": DORY,
     "Dots1ForCausalLM": DOTS1,
     "DotsOCRForCausalLM": QWEN2,

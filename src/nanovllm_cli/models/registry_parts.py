@@ -5,6 +5,7 @@ from __future__ import annotations
 
 from nanovllm_cli.models.bailing import SARVAM_MOE
 from nanovllm_cli.models.cohere import COHERE, COHERE2
+from nanovllm_cli.models.ernie import ERNIE_VL_NAMES
 from nanovllm_cli.models.exaone import EXAONE
 from nanovllm_cli.models.families import LLAMA, QWEN2, QWEN2_AUDIO, QWEN3, QWEN3_MOE
 from nanovllm_cli.models.family import Family
@@ -18,7 +19,7 @@ from nanovllm_cli.models.qwen_next import QWEN3_5, QWEN3_5_MOE
 
 TIED_UNLESS_TOLD = {
     "AyaVisionForConditionalGeneration", "Cohere2VisionForConditionalGeneration", "DeepseekVLForConditionalGeneration",
-    "DeepseekVLHybridForConditionalGeneration", "Ernie4_5_VLMoeForConditionalGeneration", "FastVlmForConditionalGeneration",
+    "DeepseekVLHybridForConditionalGeneration", *ERNIE_VL_NAMES, "FastVlmForConditionalGeneration",
     "Gemma3ForConditionalGeneration", "Gemma3nForConditionalGeneration", "Gemma4ForConditionalGeneration",
     "Gemma4UnifiedForConditionalGeneration", "GlmAsrForConditionalGeneration", "GotOcr2ForConditionalGeneration",
     "GraniteDoclingForConditionalGeneration", "GraniteSpeechForConditionalGeneration",

@@ -189,7 +189,7 @@ def _rescaled(old: RopeSpec, change: RopeChange, trained: int) -> RopeSpec:
     if change.original_len is not None and kind != "yarn":
         raise UsageError("--yarn-orig-ctx has no meaning without --rope-scaling yarn")
     plain = RopeSpec(same.dim, same.theta, same.interleaved, original_len=trained, sections=old.sections, woven=old.woven,
-                     backwards=old.backwards)  # fmt: skip
+                     dealt=old.dealt, backwards=old.backwards)  # fmt: skip
     if kind == "none":
         if change.scale is not None:
             raise UsageError("--rope-scale has no meaning with --rope-scaling none", "leave one of them out")

@@ -59,6 +59,10 @@ class Projecting(Pooling):
                 return self._linear("projector.out", x)
             x, gated = self._norm("projector.norm", x, eps) if eps else x, self.spec.projector_gated
             return self._two_layers("projector", x, "silu" if gated else "gelu", gated=gated)
+        if self.spec.projector == "timed":
+            x = self._norm("projector.norm", self._two_layers("projector", self._joined(x)))
+            x = self._norm("projector.time_norm", self._two_layers("projector.time", torch.cat([x, x], dim=1)))
+            return self._norm("projector.after_norm", self._linear("projector.out", x), eps)
         if self.spec.projector == "averaged":  # before the second matrix, behind which the mean is the same
             x = activated(self._linear("projector.up", x), "gelu", gated=False)
             means = x.view(-1, self.spec.joins, x.shape[1]).to(torch.float32).mean(dim=1)
@@ -151,6 +155,14 @@ def projector_shapes(spec: TowerSpec) -> dict[str, tuple[int, ...]]:
         bias = spec.bias or spec.projector_bias
         matrix("projector.up", (1 + spec.projector_gated) * spec.projector_size, joined, bias)
         matrix("projector.down", spec.out_size, spec.projector_size, bias)
+        return shapes
+    if spec.projector == "timed":
+        for name, its_norm, width in (("projector", "norm", joined), ("projector.time", "time_norm", 2 * joined)):
+            matrix(f"{name}.up", joined, width)
+            matrix(f"{name}.down", joined, joined)
+            norm(f"projector.{its_norm}", joined, kind="layer")
+        matrix("projector.out", spec.out_size, joined)
+        norm("projector.after_norm", spec.out_size, kind="rms")
         return shapes
     if spec.projector == "averaged":
         matrix("projector.up", spec.projector_size, hidden)

@@ -16,6 +16,7 @@ from typing import Any
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.models import tower_videos
 from nanovllm_cli.models.config_reader import BROKEN, ConfigReader
+from nanovllm_cli.models.ernie import ERNIE_VL_NAMES
 from nanovllm_cli.models.families import text_config
 from nanovllm_cli.models.family import ANOTHER
 from nanovllm_cli.models.tower_configs import (
@@ -49,6 +50,7 @@ from nanovllm_cli.models.towers_deepseek import (
 from nanovllm_cli.models.towers_deepseek_vl import DEEPSEEK_VL_NAMES, JANUS_NAMES, deepseek_vl, janus
 from nanovllm_cli.models.towers_docling import DOCLING_NAMES, docling
 from nanovllm_cli.models.towers_dots import DOTS_OCR_NAMES, HYPERCLOVAX_NAMES, dots_ocr, hyperclovax
+from nanovllm_cli.models.towers_ernie import ERNIE_NAMES, ernie4_5
 from nanovllm_cli.models.towers_fastvlm import FASTVLM_NAMES, fastvlm
 from nanovllm_cli.models.towers_gemma4 import GEMMA4_NAMES, GEMMA4_UNIFIED_NAMES, gemma4, gemma4_unified
 from nanovllm_cli.models.towers_got import GOT_NAMES, got_ocr2
@@ -255,6 +257,7 @@ TOWERS: dict[str, TowerFamily] = {
     "DeepseekOcr2ForConditionalGeneration": TowerFamily(deepseek_ocr2, DEEPSEEK_OCR2_NAMES),
     "DotsOCRForCausalLM": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
     "DotsOCRForConditionalGeneration": TowerFamily(dots_ocr, DOTS_OCR_NAMES),
+    **dict.fromkeys(ERNIE_VL_NAMES, TowerFamily(ernie4_5, ERNIE_NAMES)),
     "Exaone4_5_ForConditionalGeneration": TowerFamily(exaone4_5, QWEN2_5_NAMES, video=tower_videos.exaone4_5),
     "FastVlmForConditionalGeneration": TowerFamily(fastvlm, FASTVLM_NAMES),
     "Gemma3ForConditionalGeneration": TowerFamily(_gemma3, GEMMA3_NAMES),

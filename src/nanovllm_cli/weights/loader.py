@@ -158,8 +158,8 @@ _BY_HEAD = ("kv_b", "k_b.{e}", "v_b.{e}", "o_a")
 (layers/latent.py, layers/shared_key.py)."""
 
 
-_IN_LAYERS = (*_BY_HEAD, "router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f", "delta_g_a",
-              "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right",
+_IN_LAYERS = (*_BY_HEAD, "router", "seen.router", "shared.gate_row", "delta_b", "delta_a", "delta_f_a", "delta_f_b", "delta_f",
+              "delta_g_a", "delta_g_b", "scan_x", "scan_dt", "altup_router", "laurel_left", "laurel_right",
               "router_table", *(f"{kind}_{part}" for kind in ("digest", "index") for part in ("k", "gate", "bias")),
               *(f"{half}_connection{part}" for half in ("attention", "mlp") for part in ("", ".down", ".up", ".inject")),
               "attention_norm.gate_in", "attention_norm.gate_out", "mlp_norm.gate_in",

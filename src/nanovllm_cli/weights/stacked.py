@@ -20,6 +20,8 @@
                 shared_mlp.input_linear.weight [2 N, K]         shared_mlp.gate_proj.weight [N, K] and up_proj.weight
     Mistral 4   mlp.experts.gate_up_proj_scale_inv [E, 2, 1]    mlp.experts.0.gate_proj.weight_scale_inv and up_proj…, [1]; [E] is
                                                                 one for both; …_activation_scale alike
+    ERNIE VL    mlp.experts.64.up_proj.weight, 64 for texts     mlp.vision.experts.0.up_proj.weight; routers are turned over, and
+                                                                of biases that choose the second row is of these
     Llama 4     feed_forward.experts.gate_up_proj [E, K, 2 N]   feed_forward.experts.0.gate_proj.weight and up_proj.weight, [N, K]
     Granite SWA block_sparse_moe.experts.gate_up_proj as Gemma 4's; GGUF's ffn_up_shexp.weight [2 N, K] is ffn_gate_shexp and
                 ffn_up_shexp
@@ -178,7 +180,17 @@ def _granite_shared(found: re.Match[str], stack: str, shape: tuple[int, ...], co
 
 def _of_one_row(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
     if shape[0] == (2 if config.get("model_type") in _TURNED else 1):  # the second is of images
-        yield f"{stack}.0", _Part(stack, 0, _ALL)
+        for row in range(shape[0]):
+            yield f"{stack}.{row}", _Part(stack, row, _ALL)
+
+
+def _of_images(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
+    """They have numbers behind those of experts for texts."""
+    inner = config.get("text_config")
+    said = (inner if isinstance(inner, Mapping) else config).get("moe_num_experts", 64)
+    count = said[0] if isinstance(said, list) and said else said
+    if config.get("model_type") in _TURNED and type(count) is int and int(found[2]) >= count:
+        yield f"{found[1]}.vision.experts.{int(found[2]) - count}.{found[3]}", _Part(stack, None, _ALL)
 
 
 def _moonshine(found: re.Match[str], stack: str, shape: tuple[int, ...], config: _Config) -> _Parts:
@@ -263,7 +275,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
     ],
     "hf": [
         (re.compile(r"(?:transformer\.)?h\.\d+\.(?:attn\.c_attn|attn\.c_proj|mlp\.c_fc|mlp\.c_proj)\.weight"), 2, _turned_over),
-        (re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight"), 2, _turned_over),
+        (re.compile(r"model\.layers\.\d+\.mlp\.gate\.weight(?:_1)?"), 2, _turned_over),
         (re.compile(r"(?:(?:gpt_neox\.)?layers\.\d+\.attention|(?:transformer\.)?h\.\d+\.self_attention)"
                     r"\.query_key_value\.(weight|bias)"), {"weight": 2, "bias": 1}, _qkv_by_head),
         (re.compile(r"((?:language_model\.)?model\.layers\.\d+\.attention)\.wqkv\.(weight|bias)"), {"weight": 2, "bias": 1},
@@ -285,6 +297,7 @@ _LAYOUTS: dict[str, list[_Layout]] = {
         (re.compile(r"((?:language_model\.)?model\.(?:language_model\.)?layers\.\d+\.feed_forward\.experts)\.(gate_up|down)_proj"),
          3, _llama4),
         (re.compile(r"(model\.layers\.\d+\.block_sparse_moe)\.(input|output)_linear\.weight"), 3, _granite),
+        (re.compile(r"(model\.layers\.\d+\.mlp)\.experts\.(\d{1,6})\.(.+)"), None, _of_images),
         (re.compile(r"model\.layers\.\d+\.mlp\.moe_statics\.e_score_correction_bias"), 2, _of_one_row),
         (re.compile(r"(?:model\.(?:language_model\.)?)?layers\.\d+\.(?:conv\.conv|self_attn\.qkv_proj\.conv_qk_depthwise|"
                     r"(?:linear_attn|ple|mamba|self_attn|attention)\.(?:[qkv]_)?conv1d)\.weight"), 3, _of_one_column),

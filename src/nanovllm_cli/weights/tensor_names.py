@@ -32,7 +32,6 @@ _LAYER, _BLOCK = re.compile(r"(?:model\.(?:language_model\.)?)?layers\.(\d{1,6})
 _KEY_OR_VALUE = re.compile(r"\b(?:layers|blk)\.(\d{1,6})\.(?:self_attn\.[kv]_(?:proj|norm)|attn_[kv](?:_norm)?)\.weight$")
 _NUMBERED = re.compile(r".*\blayers\.(?=\{i\}\.)")
 _MTP_PLACE, _LATER_MTP = re.compile(r"mtp\.|.*\blayers\.\d+\.|blk\.\d+\."), re.compile(r"mtp\.layers\.[1-9]")
-_EXPERT = re.compile(r"\.mlp\.(?:experts\.(\d{1,6})\.|gate\.weight_1$)")
 _NUM_LAYERS = "num_hidden_layers", "block_count"
 _SEES = (
     "visual.", "mlp_AR.", "vit.", "model.sam_model.", "model.qwen2_model.", "model.projector.", "model.view_seperator",
@@ -136,7 +135,7 @@ def checkpoint_name(ours: str, table: Mapping[str, str]) -> str:
     first = int(parts[0] == "encoder")
     if parts[first] == "blocks":
         number, parts[first + 1] = parts[first + 1], "{i}"
-        at = 4 if parts[2] == "values" else 3
+        at = 4 if parts[2] in ("values", "seen") else 3
         if parts[at - 1] in ("experts", "k_b", "v_b", "uses", "shards") and parts[at].isdecimal():
             expert, parts[at] = parts[at], "{e}"
     elif len(parts) == 3 and parts[1].isdecimal():
@@ -158,7 +157,6 @@ def left_aside(checkpoint: Checkpoint, names: Iterable[str]) -> set[str]:
     aside |= _of_experts_elsewhere(checkpoint, names)
     aside |= {name for name in names if checkpoint.format == "gguf" and name.endswith(family.gguf_told_by)}
     behind = (head_tensors(checkpoint) | gguf_dense_tensors(checkpoint) | {vector_name(checkpoint) or ""}) & names
-    aside |= _experts_for_images(checkpoint, names)
     return aside | behind | _other_parts(checkpoint, names) | _unread(checkpoint, names)
 
 
@@ -198,16 +196,6 @@ def _further(checkpoint: Checkpoint, names: set[str]) -> set[str]:
     places = {name: (_LAYER if is_folder else _BLOCK).match(name) for name in names}
     behind = {name for name, found in places.items() if found is not None and int(found[1]) >= end}
     return apart | behind | {name for name in names if name.startswith(_GUESSES)}
-
-
-def _experts_for_images(checkpoint: Checkpoint, names: set[str]) -> set[str]:
-    """Of an ERNIE that sees: they have the numbers behind those of experts for texts, and a router of their own."""
-    said = _said(checkpoint, "moe_num_experts", "")
-    count = said[0] if isinstance(said, list) and said else said
-    if checkpoint.format != "hf" or checkpoint.config.get("vision_config") is None or type(count) is not int:
-        return set()
-    found = {name: _EXPERT.search(name) for name in names}
-    return {name for name, place in found.items() if place is not None and (place[1] is None or int(place[1]) >= count)}
 
 
 def _of_experts_elsewhere(checkpoint: Checkpoint, names: set[str]) -> set[str]:

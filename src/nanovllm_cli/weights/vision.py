@@ -34,7 +34,7 @@ from nanovllm_cli.weights.weight_reader import WeightReader
 _ROOTS = (
     "visual", "vision_tower", "vision_model", "multi_modal_projector", "projector", "connector", "embed_vision", "mlp1", "vit",
     "merger", "layerwise_projectors", "spatial_projectors", "sam_model", "qwen2_model",
-    "visual_embeddings_table", "mm_projector", "aligner", "vision_embedder",
+    "visual_embeddings_table", "mm_projector", "aligner", "vision_embedder", "resampler_model",
 )  # fmt: skip
 _ALSO = {
     "vision_encoder": "vision_tower", "vision_projection": "multi_modal_projector", "mlp_AR": "projector",
@@ -231,7 +231,8 @@ def stored_shapes(spec: TowerSpec, *, of_file: bool = False) -> dict[str, tuple[
     if spec.projector == "direct":
         return tower_shapes(spec) | ({} if of_file else {"positions.weight": (spec.positions, 2, spec.hidden_size)})
     shapes = {ours: (math.prod(shape),) if ours.endswith(".bounds") else shape for ours, shape in tower_shapes(spec).items()}
-    if of_file or (spec.projector not in ("scaled", "attended") and spec.stretch != "areas"):  # which are matrices there, too
+    are_matrices = spec.projector in ("scaled", "attended", "timed") or spec.stretch == "areas"
+    if of_file or not are_matrices:
         side = (spec.patch_size, spec.patch_size)
         shapes["patch.weight"] = (spec.hidden_size, 3, *((spec.frames,) if spec.frames else ()), *side)
     if spec.films:
@@ -278,7 +279,7 @@ def arranged(ours: str, stored: torch.Tensor, spec: TowerSpec) -> torch.Tensor:
         return stored.flatten()
     if ours == "film.weight":
         return stored.flatten(1)
-    if ours == "patch.weight" and spec.projector != "shuffled":
+    if ours == "patch.weight" and spec.projector not in ("shuffled", "timed"):
         if spec.taps:
             stored = stored.view(len(stored), 3, spec.frames, spec.patch_size, spec.patch_size)
         if stored.dim() == 2:  # a pixel's colours are behind each other there
