@@ -161,6 +161,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
 
 OTHER_TOWERS = {
     "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
+    "Ernie4_5_VL_MoeForConditionalGeneration", "Ernie4_5_VLMoEForCausalLM",  # by other names than transformers': test_tower_ernie.py
     "DotsOCRForCausalLM", "DotsOCRForConditionalGeneration", "KimiVLForConditionalGeneration",
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
@@ -196,7 +197,7 @@ IN_ONE_PIECE = {
     "WhisperForConditionalGeneration", "MoonshineForConditionalGeneration",
     *(f"{kind}ForConditionalGeneration" for kind in ("T5", "MT5", "UMT5")),
     *(f"{kind}ForConditionalGeneration" for kind in ("Bart", "MBart", "M2M100", "Pegasus", "Blenderbot")),
-    "KimiVLForConditionalGeneration",  # which transformers lacks
+    "KimiVLForConditionalGeneration", "Ernie4_5_VL_MoeForConditionalGeneration",  # names that transformers lacks
 }  # fmt: skip
 
 
