@@ -161,7 +161,7 @@ FITTING: dict[str, tuple[str, dict[str, Any]]] = {  # parts of defaults that do 
 
 OTHER_TOWERS = {
     "DeepseekOCRForCausalLM", "DeepseekOCR2ForCausalLM", "InternVLChatModel",  # transformers lacks them
-    "Ernie4_5_VL_MoeForConditionalGeneration", "Ernie4_5_VLMoEForCausalLM",  # by other names than transformers': test_tower_ernie.py
+    "Ernie4_5_VL_MoeForConditionalGeneration", "Ernie4_5_VLMoEForCausalLM",  # test_tower_ernie.py has them
     "DotsOCRForCausalLM", "DotsOCRForConditionalGeneration", "KimiVLForConditionalGeneration",
     "LlavaForConditionalGeneration", "Granite4VisionForConditionalGeneration",  # they see by a CLIP there
     "MiniCPMV4_7ForConditionalGeneration",  # has no markers there
