@@ -206,8 +206,9 @@ def text_config(config: Mapping[str, Any]) -> Mapping[str, Any]:
         return config
     if not isinstance(inner, Mapping):
         raise CheckpointError("config.json: 'text_config' must be an object", BROKEN)
-    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype") if config.get(key) is not None}
-    return {**{key: config[key] for key in IDS_OF_IMAGES if key in config}, **inner, **outer}
+    asked = IDS_OF_IMAGES if inner.get("model_type") == "ernie4_5_vl_moe_text" else ()  # by which its experts are chosen
+    outer = {key: config[key] for key in ("tie_word_embeddings", "dtype", "torch_dtype", *asked) if config.get(key) is not None}
+    return {**inner, **outer}
 
 
 def _windows_from_hf(read: ConfigReader, family: Family, has_rope: list[bool]) -> tuple[int | None, list[str]]:

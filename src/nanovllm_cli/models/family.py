@@ -73,7 +73,7 @@ def weight_keys(spec: ModelSpec) -> dict[str, GGUFField]:
 
 
 IDS_OF_IMAGES = tuple(f"{kind}{place}_token_id" for kind in ("image", "video") for place in ("", "_start", "_end"))
-"""Of tokens that stand for images and videos, or are around them, which the part for texts may ask for."""
+"""Of tokens that stand for images and videos, or are around them, in the config of the whole."""
 
 
 def no_file(name: str) -> Callable[[ModelSpec], Family]:
