@@ -403,5 +403,8 @@ def test_gte_as_it_is_published(made: dict[str, tuple[Any, Path]], tmp_path: Pat
     write_json(tmp_path / "config.json", mixed)
     with open_checkpoint(tmp_path) as checkpoint, pytest.raises(UnsupportedError, match="rope scaling 'ntk'"):
         read_spec(checkpoint, open_reader(checkpoint))
+    write_json(tmp_path / "config.json", config | {"hidden_size": 4 << 17})
+    with open_checkpoint(tmp_path) as checkpoint, pytest.raises(CheckpointError, match="dims; at most 65536 are believed"):
+        read_spec(checkpoint, open_reader(checkpoint))
     with pytest.raises(UnsupportedError, match="GTE encoder"):
         converted(folder, tmp_path / "m.gguf", "gguf")

@@ -329,6 +329,7 @@ def test_heads_of_other_shapes_are_refused(folder: Path, tmp_path: Path) -> None
     for value, kind, words in (
         (row.repeat(3, 1), CheckpointError, "1 labels, and its head 3 rows"),
         (row[:, :40].contiguous(), CheckpointError, r"score\.weight is \[1, 40\], and should be \[1, 48\]"),
+        (row[:0], CheckpointError, r"score\.weight is \[0, 48\], and should be \[1, 48\]"),
         (row.sum(), CheckpointError, r"score\.weight is \[\], and should be \[1, 48\]"),
         (None, CheckpointError, r"score\.weight is missing"),
         (row * float("inf"), CheckpointError, r"score\.weight has NaN or infinity"),

@@ -21,9 +21,9 @@ from nanovllm_cli.streams_spec import AnyStreams, GatedStreamsSpec, StreamsSpec
 FARTHEST = 1 << 17
 """No model reads more at once that has a number for each distance and layers that go by nothing else."""
 Pooling = Literal["mean", "last", "cls"]
+"""How the hidden rows of a text become one: their mean, the last, or the first."""
 Pooled = Pooling | Literal["each"]
 """The last: nothing is pooled, and each token has a vector of its own."""
-"""How the hidden rows of a text become one: their mean, the last, or the first."""
 
 
 BlockOrder = Literal["pre", "open", "sandwich", "post", "parallel", "beside", "original", "sphere"]

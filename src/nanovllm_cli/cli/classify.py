@@ -19,7 +19,6 @@ from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord, refuse_both
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.redact import chosen
 from nanovllm_cli.cli.texts import (
     TEXTS,
     TOGETHER,
@@ -28,6 +27,7 @@ from nanovllm_cli.cli.texts import (
     Truncate,
     Whole,
     check_lengths,
+    labels_among,
     progress_of,
     read_line,
     texts_of,
@@ -131,7 +131,7 @@ class _Run:
         self._llm, self._classes = llm, classes
         self._texts, self._labels = texts, labels
         self._screen, self._write = screen, write
-        wanted = chosen(classes.labels, labels.label)
+        wanted = labels_among(classes.labels, labels.label)
         self._wanted = [i for i, label in enumerate(classes.labels) if label in wanted]
 
     def run(self, read: list[Text]) -> None:
@@ -160,7 +160,8 @@ class _Run:
                 raise UsageError("no list of messages", f"for example: {_CONVERSATION}")
             return self._llm.encode_chat(messages, add_generation_prompt=False)
         except NanovllmError as error:
-            raise type(error)(f"{text.place}: {error.message}", error.hint) from error
+            error.message = f"{text.place}: {error.message}"
+            raise
 
     def _lines(self, index: int, text: Text, found: Classification) -> str:
         """What is printed of one text; nothing, where no label of it is wanted."""

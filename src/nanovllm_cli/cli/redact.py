@@ -20,7 +20,7 @@ from nanovllm_cli.cli.log import screen_for
 from nanovllm_cli.cli.model import load, name_and_words, named_model
 from nanovllm_cli.cli.options import MemoryOptions, MessageOptions, ModelOptions, ModelWord
 from nanovllm_cli.cli.output import Console
-from nanovllm_cli.cli.texts import TEXTS, read_line
+from nanovllm_cli.cli.texts import TEXTS, labels_among, read_line
 from nanovllm_cli.cli.unused import refuse_typed
 from nanovllm_cli.errors import DoesNotFitError, UnsupportedError, UsageError
 
@@ -117,7 +117,7 @@ class _Run:
 
         assert llm.classes is not None
         self._llm, self._marked, self._screen, self._write = llm, marked, screen, write
-        self._labels = chosen(Marking.of(llm.classes.labels).names, marked.label)
+        self._labels = labels_among(Marking.of(llm.classes.labels).names, marked.label)
         self._instead = checked(marked.with_, "--with")
         self._numbers: dict[str, dict[str, int]] = {}
         self._counts: Counter[str] = Counter()
@@ -127,7 +127,7 @@ class _Run:
         """ends: what is written behind it."""
         found, at, parts = list[dict[str, Any]](), 0, list[str]()
         for block in _blocks(text):
-            spans = self._spans([block])[0]
+            spans = self._spans(block)
             written = self._without(block, spans)
             if self._marked.json:
                 parts.append(written)
@@ -156,13 +156,12 @@ class _Run:
         self._tell()
 
     def _line(self, line: str) -> None:
-        self._write("".join(self._without(block, self._spans([block])[0]) for block in _blocks(line)))
+        self._write("".join(self._without(block, self._spans(block)) for block in _blocks(line)))
 
-    def _spans(self, texts: list[str]) -> list[list[Span]]:
-        found = self._llm.spans(texts)
-        self._texts += len(texts)
-        least = self._marked.min_score
-        return [[span for span in spans if span.label in self._labels and span.score >= least] for spans in found]
+    def _spans(self, text: str) -> list[Span]:
+        (found,) = self._llm.spans(text)
+        self._texts += 1
+        return [span for span in found if span.label in self._labels and span.score >= self._marked.min_score]
 
     def _without(self, text: str, spans: Sequence[Span]) -> str:
         parts, at = list[str](), 0
@@ -181,18 +180,6 @@ class _Run:
         marked = ", ".join(f"{count} {label}" for label, count in self._counts.most_common()) or "nothing"
         self._screen.say(f"marked: {marked}", "dim")
         read_line(self._screen, self._texts, self._llm.stats().scheduled_tokens, time.monotonic() - self._began)
-
-
-def chosen(labels: Sequence[str], asked: Sequence[str] | None) -> tuple[str, ...]:
-    """Those of a model's labels that are asked for, in any case. Raises UsageError for one that it has not."""
-    if asked is None:
-        return tuple(labels)
-    names = {name.casefold(): name for name in asked}
-    for folded, name in names.items():
-        if folded not in map(str.casefold, labels):
-            some = ", ".join(labels[:20]) + (", …" if len(labels) > 20 else "")
-            raise UsageError(f"the model has no label {name!r}", f"there are: {some}")
-    return tuple(label for label in labels if label.casefold() in names)
 
 
 def _record(text: str, span: Span, at: int) -> dict[str, Any]:

@@ -89,3 +89,15 @@ def progress_of(screen: Console, stage: str, num_texts: int) -> ProgressLine:
     progress = ProgressLine(screen)
     progress.stage(stage, num_texts, "texts")
     return progress
+
+
+def labels_among(labels: Sequence[str], asked: Sequence[str] | None) -> tuple[str, ...]:
+    """Those of a model's labels that are asked for, in any case. Raises UsageError for one that it has not."""
+    if asked is None:
+        return tuple(labels)
+    names = {name.casefold(): name for name in asked}
+    for folded, name in names.items():
+        if folded not in map(str.casefold, labels):
+            some = ", ".join(labels[:20]) + (", …" if len(labels) > 20 else "")
+            raise UsageError(f"the model has no label {name!r}", f"there are: {some}")
+    return tuple(label for label in labels if label.casefold() in names)

@@ -30,3 +30,5 @@ OF_TOKENS: dict[str, str] = {
     "OpenAIPrivacyFilterForTokenClassification": "OpenAIPrivacyFilterModel",
 }
 """The same for each token."""
+
+SAME_LAYERS = OF_TEXTS | OF_TOKENS

@@ -18,7 +18,7 @@ from nanovllm_cli.models.bart import BART_FAMILIES
 from nanovllm_cli.models.bert import BERT, DISTILBERT, JINA_BERT, MPNET, ROBERTA
 from nanovllm_cli.models.bitnet import BITNET
 from nanovllm_cli.models.bloom import BLOOM, MPT
-from nanovllm_cli.models.classifiers import OF_TEXTS, OF_TOKENS
+from nanovllm_cli.models.classifiers import SAME_LAYERS
 from nanovllm_cli.models.cohere import COHERE, COHERE2, COHERE_COMPASS, COHERE_COMPASS_VISION
 from nanovllm_cli.models.cohere2_moe import COHERE2_MOE
 from nanovllm_cli.models.deci import DECI
@@ -395,7 +395,7 @@ def hf_family(config: Mapping[str, Any]) -> Family:
         raise CheckpointError("config.json has no 'architectures'", "is this the folder of a language model?")
     inner = config.get("text_config")
     kind = inner.get("model_type") if isinstance(inner, Mapping) else None
-    layers = (OF_TEXTS | OF_TOKENS).get(names[0], names[0])
+    layers = SAME_LAYERS.get(names[0], names[0])
     if names[0] in ("FalconForCausalLM", *MOLMO_NAMES):
         return (family_of_molmo if names[0] in MOLMO_NAMES else family_of_falcon)(config)
     if names[0] in T5_NAMES:

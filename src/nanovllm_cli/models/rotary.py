@@ -64,7 +64,7 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             return replace(base, scaling="linear", factor=rope.number("factor"))
         case "proportional":
             if head_dim > MAX_HEAD_DIM:
-                raise CheckpointError(f"{read.where}: heads of {head_dim} dims; at most {MAX_HEAD_DIM} are believed", BROKEN)
+                raise _too_wide(read, head_dim)
             turning = min(int(share * head_dim / 2), head_dim // 2)
             divisors = (rope.number("factor", 1.0),) * turning + (STANDS_STILL,) * (head_dim // 2 - turning)
             return replace(base, scaling="divisors", short_divisors=divisors)
@@ -74,6 +74,8 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
             return replace(base, scaling="dynamic", factor=rope.number("factor"), original_len=max_position)
         case "ntk" if rope.values.get("mixed_b") is None:  # Su 2023, as Alibaba's encoders and vLLM have it, at all lengths
             factor = rope.number("factor")
+            if head_dim > MAX_HEAD_DIM:
+                raise _too_wide(read, head_dim)
             divisors = tuple(factor ** ((2 * pair + 2) / base.dim) for pair in range(base.dim // 2))
             return replace(base, scaling="divisors", short_divisors=divisors)
         case "llama3":
@@ -99,6 +101,10 @@ def rope_from_hf(read: ConfigReader, head_dim: int, max_position: int) -> RopeSp
         f"rope scaling {kind[:80]!r} is not supported",
         "known: default, linear, dynamic, ntk, llama3, yarn, longrope, proportional",
     )
+
+
+def _too_wide(read: ConfigReader, head_dim: int) -> CheckpointError:
+    return CheckpointError(f"{read.where}: heads of {head_dim} dims; at most {MAX_HEAD_DIM} are believed", BROKEN)
 
 
 def stretched(rope: RopeSpec, max_position: int) -> int:

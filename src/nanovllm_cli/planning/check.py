@@ -66,14 +66,6 @@ def compare(plan: Plan, llm: LLM, config: EngineConfig, peak_memory: Callable[[]
     return found
 
 
-def _read(llm: LLM, ids: list[int]) -> None:
-    """What a model without a head for tokens is for."""
-    if llm.embedding.judges:
-        llm.pooled([ids], llm.pooling, None)
-    else:
-        llm.embed([ids])
-
-
 def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
     """Tokens a second of a prompt and of an answer, 0 without one. The first run is for what is made on first use."""
     generator = random.Random(0)
@@ -83,7 +75,7 @@ def _rates(llm: LLM, prompt_len: int, answer_len: int) -> tuple[float, float]:
         ids = [generator.randrange(llm.spec.vocab_size) for _ in range(prompt_len)]
         began = time.perf_counter()
         if answer_len == 0:
-            _read(llm, ids)
+            llm.pooled([ids], llm.pooling, None)
             prefill = max(prefill, prompt_len / (time.perf_counter() - began))
             continue
         times = [time.perf_counter() for output in llm.stream(ids, params) if output.outputs[0].delta_ids]

@@ -15,8 +15,8 @@ from typing import NamedTuple
 
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.heads import Shares, head_of, sigmoid
-from nanovllm_cli.weights.scoring import in_a_row
+from nanovllm_cli.weights.heads import Shares, head_of
+from nanovllm_cli.weights.scoring import in_a_row, sigmoid
 
 
 class Classification(NamedTuple):

@@ -10,7 +10,6 @@ number, and what the model reads, `scoring.py` says. All that have labels classi
 
 from __future__ import annotations
 
-import math
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
@@ -20,7 +19,7 @@ from gguf.constants import PoolingType
 
 from nanovllm_cli.errors import CheckpointError, UnsupportedError
 from nanovllm_cli.model_spec import Pooled, Pooling
-from nanovllm_cli.models.classifiers import ENCODERS, OF_TEXTS, OF_TOKENS
+from nanovllm_cli.models.classifiers import ENCODERS, OF_TEXTS, OF_TOKENS, SAME_LAYERS
 from nanovllm_cli.weights.checkpoint import Checkpoint
 from nanovllm_cli.weights.files import PROMPTS, folder_of
 from nanovllm_cli.weights.further import ACTIVATIONS, DenseLayer, Layer, Norm, activation_of, check_shapes, shapes_of
@@ -109,7 +108,7 @@ def classifies(checkpoint: Checkpoint) -> bool:
     if checkpoint.format == "gguf":
         return bool(config.get(f"{config.get('general.architecture')}.pooling_type") == PoolingType.RANK)
     names = config.get("architectures")
-    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in OF_TEXTS | OF_TOKENS
+    return isinstance(names, list) and bool(names) and isinstance(names[0], str) and names[0] in SAME_LAYERS
 
 
 def head_of(checkpoint: Checkpoint) -> Head | None:
@@ -132,10 +131,6 @@ def head_tensors(checkpoint: Checkpoint) -> set[str]:
         found |= _names(part.name, part.bias, config)
         found |= set() if part.norm is None else _names(part.norm, "norm_bias", config)
     return found
-
-
-def sigmoid(number: float) -> float:
-    return 1 / (1 + math.exp(-number)) if number >= 0 else math.exp(number) / (1 + math.exp(number))
 
 
 def gguf_head(checkpoint: Checkpoint, layers: Sequence[DenseLayer], arch: str) -> dict[str, torch.Tensor]:
@@ -177,7 +172,7 @@ def _of_folder(checkpoint: Checkpoint) -> Head:
     config, path = checkpoint.config, checkpoint.path
     parts = _parts(config)
     last = f"{parts[-1].name}.weight"
-    rows = next(iter(shapes_of(checkpoint, [last]).get(last, ())), 1)
+    rows = max([1, *shapes_of(checkpoint, [last]).get(last, ())[:1]])
     width, layers = next((config[key] for key in _WIDTHS if key in config), None), []
     if type(width) is not int:
         raise CheckpointError(f"{path}: config.json has no 'hidden_size'", _BROKEN)

@@ -12,6 +12,7 @@ Control tokens in texts that a template is around stay text. Not covered: prompt
 from __future__ import annotations
 
 import bisect
+import math
 import re
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
@@ -21,7 +22,7 @@ from nanovllm_cli.model_spec import ModelSpec
 from nanovllm_cli.text.chat_template import ChatTemplate, encode_chat
 from nanovllm_cli.text.tokenizer import Tokenizer
 from nanovllm_cli.weights.checkpoint import Checkpoint
-from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of, sigmoid
+from nanovllm_cli.weights.heads import DOCUMENT, QUERY, Outcome, head_of
 from nanovllm_cli.weights.pooling import Embedding
 
 Pair = Callable[[Tokenizer, str, str], list[int]]
@@ -102,6 +103,10 @@ def scoring_of(checkpoint: Checkpoint, tokenizer: Tokenizer, chat_template: str 
     if head.pairs and not tokenizer.reads_pairs:
         raise UnsupportedError(f"{checkpoint.path}: its tokenizer makes no pairs of texts", "take a reranker that is a decoder")
     return found._replace(pair=_as_pair) if head.pairs else found
+
+
+def sigmoid(number: float) -> float:
+    return 1 / (1 + math.exp(-number)) if number >= 0 else math.exp(number) / (1 + math.exp(number))
 
 
 def second_text_of(embedding: Embedding, tokenizer: Tokenizer, spec: ModelSpec) -> SecondText | None:
